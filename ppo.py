@@ -1,0 +1,468 @@
+"""Proximal Policy Optimization (PPO; Schulman et al. 2017, arXiv:1707.06347) in a single file.
+
+Actions: Discrete, MultiDiscrete or MultiBinary. Observations: whatever flattens to a vector.
+
+    python ppo.py --env-id CartPole-v1        # half a minute, to a return of 475 to 500
+    python ppo.py --env-id Acrobot-v1 --seed 2
+    python ppo.py --env-id FrozenLake-v1 --env-kwargs is_slippery False
+    tensorboard --logdir runs
+
+"Detail n" is number n of "The 37 Implementation Details of Proximal Policy Optimization" (Huang
+et al. 2022). `diff ppo.py ppo_continuous.py` shows what continuous actions change.
+"""
+
+import contextlib
+import difflib
+import random
+import re
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.wrappers.vector import RecordEpisodeStatistics, TransformAction
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    """Train PPO on discrete actions."""
+
+    env_id: str = "CartPole-v1"  # id of the environment; module:Name-v0 imports module first
+    env_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)  # name value ...
+    total_timesteps: int = 500_000  # environment steps, all environments together
+    seed: int = 1  # seeds the environments, the network, the sampling and the shuffling
+    exp_name: str = Path(__file__).stem  # part of the run folder's name
+    device: str = "cpu"  # cpu, cuda, cuda:N, mps, auto; an MLP is faster on cpu, a CNN on a GPU
+    torch_deterministic: bool = True  # on a GPU, choose deterministic convolutions
+    num_threads: int = 1  # CPU threads of PyTorch, 0: its own choice; 1 is fastest for an MLP
+    vectorization: Literal["sync", "async"] = "sync"  # environments in this process or one each
+    track: bool = False  # mirror the scalars to Weights & Biases
+    wandb_project_name: str = "ppo"  # project there
+    wandb_entity: str | None = None  # team there
+
+    num_envs: int = 4  # environments stepped side by side
+    num_steps: int = 128  # steps of each environment in a rollout
+    num_minibatches: int = 4  # minibatches that a rollout is split into
+    update_epochs: int = 4  # passes over a rollout
+    learning_rate: float = 2.5e-4  # Adam's step size
+    anneal_lr: bool = True  # let the learning rate fall linearly to 0
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    recompute_advantages: bool = False  # recompute values and advantages at each epoch
+    norm_adv: bool = True  # normalize the advantages of each minibatch
+    clip_coef: float = 0.2  # clip the probability ratio to 1 - clip_coef .. 1 + clip_coef
+    clip_vloss: bool = True  # clip how far a value moves from its old estimate, by clip_coef
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # clip the gradient to this norm
+    target_kl: float | None = None  # begin no further epoch after one with a larger mean KL
+
+
+class UsageError(Exception):
+    """A mistake in the arguments, told in a sentence with the remedy in it."""
+
+
+def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
+    """Call `gym.make_vec`; the mistakes that a user can make in it are raised as `UsageError`."""
+    try:
+        return gym.make_vec(args.env_id, num_envs=args.num_envs, **(kwargs | args.env_kwargs))
+    except gym.error.UnregisteredEnv:
+        name = args.env_id.split(":")[-1]
+        nearest = difflib.get_close_matches(name, gym.registry, n=1, cutoff=0)[0]
+        raise UsageError(f"no environment is called {name}; the nearest is {nearest}") from None
+    except (gym.error.Error, ImportError) as error:  # names a missing package's pip command
+        raise UsageError(f"cannot make {args.env_id}: {error}") from error
+    except TypeError as error:
+        if not args.env_kwargs:
+            raise
+        raise UsageError(f"{args.env_id} refuses env_kwargs {args.env_kwargs}: {error}") from error
+
+
+def make_envs(args: Args) -> gym.vector.VectorEnv:
+    """Make the environments: vectors to observe, MultiDiscrete actions, raw rewards.
+
+    One that finishes is reset in the same step; `info["final_obs"]` has its last observation.
+    Raises `UsageError` where the environment doesn't exist or isn't one for this script.
+    """
+
+    def flatten(env: gym.Env) -> gym.Env:
+        is_vector = isinstance(env.observation_space, Box) and len(env.observation_space.shape) == 1
+        return env if is_vector else gym.wrappers.FlattenObservation(env)
+
+    vector_kwargs = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
+    mode = {"vectorization_mode": args.vectorization, "vector_kwargs": vector_kwargs}
+    envs = make_vec(args, **mode, wrappers=[flatten])
+    space, obs_space = envs.single_action_space, envs.single_observation_space
+    if not isinstance(space, Discrete | MultiDiscrete | MultiBinary):
+        envs.close()
+        raise UsageError(
+            f"ppo.py needs discrete actions, {args.env_id} has {space}: use ppo_continuous.py"
+        )
+    if not isinstance(obs_space, Box):
+        envs.close()
+        raise UsageError(
+            f"{args.env_id} observes {obs_space}, which can't be flattened to a vector: wrap it"
+        )
+    # One mechanism for the three: k choices at once, the i-th of nvec[i] values, counted from 0.
+    if isinstance(space, Discrete):
+        nvec = [space.n]
+    else:
+        nvec = np.ravel(getattr(space, "nvec", np.full(space.shape, 2)))
+    shape, start = envs.action_space.shape, getattr(space, "start", 0)
+
+    def to_env(actions: np.ndarray) -> np.ndarray:
+        return (actions.reshape(shape) + start).astype(space.dtype)
+
+    return TransformAction(RecordEpisodeStatistics(envs), to_env, None, MultiDiscrete(nvec))
+
+
+def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear | nn.Conv2d:
+    """Give the layer orthogonal weights of gain `std` and zero biases (detail 2); return it."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Agent(nn.Module):
+    """Separate actor and critic (detail 13); in its shapes, B is the batch and k the choices."""
+
+    def __init__(self, envs: gym.vector.VectorEnv) -> None:
+        super().__init__()
+        nvec = envs.single_action_space.nvec
+
+        def mlp(num_outputs: int, std: float) -> nn.Sequential:
+            return nn.Sequential(
+                layer_init(nn.Linear(envs.single_observation_space.shape[0], 64)),
+                nn.Tanh(),
+                layer_init(nn.Linear(64, 64)),
+                nn.Tanh(),
+                layer_init(nn.Linear(64, num_outputs), std),
+            )
+
+        self.actor = mlp(len(nvec) * max(nvec), std=0.01)
+        self.critic = mlp(1, std=1.0)
+        # Every choice has max(nvec) logits; those of values that it lacks are lowered by 1e8.
+        lacking = torch.as_tensor(np.arange(max(nvec)) >= nvec[:, None])
+        self.register_buffer("padding", torch.where(lacking, -1e8, 0.0))
+
+    def logits(self, obs: torch.Tensor) -> torch.Tensor:
+        """Unnormalized log-probabilities, (B, k, max(nvec))."""
+        return self.actor(obs.float()).view(-1, *self.padding.shape) + self.padding
+
+    def sample_noise(self, *shape: int) -> torch.Tensor:
+        """Gumbel noise for `act`, (*shape, k, max(nvec))."""
+        noise = torch.empty(*shape, *self.padding.shape, device=self.padding.device)
+        return -noise.exponential_().log()
+
+    def act(self, obs: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
+        """Actions, (B, k): the most probable or, with noise, random ones.
+
+        The argmax of logits plus Gumbel noise is a sample from their softmax (Gumbel 1954).
+        """
+        return (self.logits(obs) + noise).argmax(-1)
+
+    def value(self, obs: torch.Tensor) -> torch.Tensor:
+        """Estimated values, (B,)."""
+        return self.critic(obs.float()).squeeze(-1)
+
+    def evaluate_actions(
+        self, obs: torch.Tensor, actions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Log-probability and entropy, summed over the k choices, and value, each (B,)."""
+        logprobs = self.logits(obs).log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum((-1, -2))
+        return logprobs.gather(-1, actions[..., None]).sum((-1, -2)), entropy, self.value(obs)
+
+    def scale_rewards(self, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
+        """The rewards to learn from, (num_steps, num_envs): here, the raw ones."""
+        return rewards
+
+    def finish_iteration(self, obs: torch.Tensor) -> dict[str, float]:
+        """Adapt to a rollout that was learned from; return scalars to log: here, nothing."""
+        return {}
+
+
+def compute_advantages(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    next_values: np.ndarray,
+    terminations: np.ndarray,
+    dones: np.ndarray,
+    gamma: float,
+    gae_lambda: float,
+) -> np.ndarray:
+    """Generalized advantage estimation (arXiv:1506.02438, equation 16; detail 5).
+
+    Arrays are (num_steps, num_envs). `next_values` are of what a step led to, before any reset.
+    After a termination nothing follows; after a truncation (in `dones` too) what would have.
+    """
+    deltas = rewards + gamma * next_values * ~terminations - values
+    discounts = gamma * gae_lambda * ~dones
+    advantages = np.zeros_like(values)
+    last_advantage = np.zeros_like(values[0])
+    for t in reversed(range(len(values))):
+        advantages[t] = last_advantage = deltas[t] + discounts[t] * last_advantage
+    return advantages
+
+
+class Batch(NamedTuple):
+    """Samples to learn from, along the first dimension of each field."""
+
+    obs: torch.Tensor
+    actions: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    values: torch.Tensor
+
+
+def ppo_loss(
+    agent: Agent, batch: Batch, args: Args
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a minibatch and what to log of it, all scalars."""
+    logprobs, entropy, values = agent.evaluate_actions(batch.obs, batch.actions)
+    log_ratio = logprobs - batch.logprobs
+    ratio = log_ratio.exp()
+
+    advantages = batch.advantages
+    if args.norm_adv:  # detail 7
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()  # detail 8
+
+    value_loss = (values - batch.returns).square()
+    if args.clip_vloss:  # detail 9
+        change = (values - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        value_loss = torch.max(value_loss, (batch.values + change - batch.returns).square())
+    value_loss = 0.5 * value_loss.mean()
+
+    entropy = entropy.mean()
+    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # detail 10
+    with torch.no_grad():  # detail 12; KL estimators k1 and k3 of joschu.net/blog/kl-approx.html
+        return loss, {
+            "losses/policy_loss": policy_loss,
+            "losses/value_loss": value_loss,
+            "losses/entropy": entropy,
+            "losses/old_approx_kl": -log_ratio.mean(),
+            "losses/approx_kl": (ratio - 1 - log_ratio).mean(),
+            "losses/clipfrac": (ratio != clipped_ratio).float().mean(),
+        }
+
+
+@torch.no_grad()
+def make_batch(
+    agent: Agent,
+    args: Args,
+    obs: torch.Tensor,
+    actions: torch.Tensor,
+    rewards: np.ndarray,
+    terminations: np.ndarray,
+    dones: np.ndarray,
+    final_obs: dict[tuple[int, int], np.ndarray],
+) -> Batch:
+    """Value a rollout of (num_steps, num_envs) transitions, and flatten it to samples.
+
+    `obs` has one step more than the rest; `final_obs` maps the (step, environment) of each
+    truncation to the last observation there, which the reset keeps out of `obs`.
+    """
+    samples = [x.flatten(0, 1) for x in (obs[:-1], actions)]
+    # In slices, so that the memory for activations doesn't grow with the rollout.
+    slices = zip(*(x.split(1024) for x in samples), strict=True)
+    logprobs, _, values = map(torch.cat, zip(*(agent.evaluate_actions(*x) for x in slices)))  # noqa: B905
+    values = torch.cat([values, agent.value(obs[-1])]).view(obs.shape[:2]).cpu().numpy()
+    values, next_values = values[:-1], values[1:].copy()
+    if final_obs:
+        truncated_obs = torch.as_tensor(np.stack(list(final_obs.values()))).to(obs)
+        next_values[tuple(np.transpose(list(final_obs)))] = agent.value(truncated_obs).cpu()
+    advantages = compute_advantages(
+        rewards, values, next_values, terminations, dones, args.gamma, args.gae_lambda
+    )
+    targets = (advantages, advantages + values, values)
+    targets = (torch.as_tensor(x, device=obs.device).flatten() for x in targets)
+    return Batch(*samples, logprobs, *targets)
+
+
+def check_args(args: Args) -> torch.device:
+    """The device to train on. Raises `UsageError` if it isn't there or the sizes can't work."""
+    for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"):
+        if getattr(args, name) <= 0:
+            raise UsageError(f"{name} is {getattr(args, name)}, and must be above 0")
+    for name in ("seed", "num_threads"):
+        if getattr(args, name) < 0:
+            raise UsageError(f"{name} is {getattr(args, name)}, and must not be negative")
+    rollout = f"num_envs * num_steps = {args.num_envs} * {args.num_steps}"
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
+        minibatches = f"num_minibatches = {args.num_minibatches} equal parts of 2 or more"
+        raise UsageError(f"{rollout} samples don't divide into {minibatches}: change one of these")
+    if args.total_timesteps < batch_size:
+        steps = f"total_timesteps = {args.total_timesteps}"
+        raise UsageError(f"{steps} is less than a rollout, {rollout}: raise it or lower these")
+    device = args.device
+    if device == "auto":
+        backends = {"cuda": torch.cuda, "mps": torch.backends.mps}
+        device = next((name for name, b in backends.items() if b.is_available()), "cpu")
+    try:
+        return torch.zeros(0, device=device).device
+    except (RuntimeError, AssertionError):
+        raise UsageError(f"there is no device {device} here: use cpu, or auto to choose") from None
+
+
+def train(args: Args) -> float:
+    """Train an agent; return the mean raw return of the last 100 training episodes, or nan.
+
+    Writes TensorBoard events to a new folder in `runs`. Raises `UsageError` before it does.
+    """
+    with contextlib.ExitStack() as on_exit:
+        # --------------------------------------- set-up ---------------------------------------
+        device = check_args(args)
+        on_exit.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(args.num_threads or torch.get_num_threads())
+        for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+            set_seed(args.seed)
+        torch.backends.cudnn.deterministic = args.torch_deterministic
+
+        envs = make_envs(args)
+        on_exit.callback(envs.close)
+        agent = Agent(envs).to(device)
+        parameters = list(agent.parameters())
+        optimizer = torch.optim.Adam(parameters, eps=1e-5, fused=True)  # detail 3
+
+        stamp = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+        run_name = re.sub("[/:]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}")
+        wandb_run = None
+        if args.track:
+            try:
+                import wandb
+            except ImportError:
+                raise UsageError("--track needs Weights & Biases: pip install wandb") from None
+            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb_run = wandb.init(**project, name=run_name, config=asdict(args))
+            wandb_run.define_metric("*", step_metric="global_step")
+            on_exit.callback(wandb_run.finish)
+        writer = on_exit.enter_context(SummaryWriter(f"runs/{run_name}"))
+        table = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
+        writer.add_text("hyperparameters", f"|name|value|\n|-|-|\n{table}")
+
+        def log(scalars: dict[str, float]) -> None:
+            # As one event, which costs a tenth of an add_scalar for each.
+            values = [Summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
+            writer.file_writer.add_summary(Summary(value=values), global_step)
+            if wandb_run:
+                wandb_run.log({"global_step": global_step, **scalars})
+
+        # Tensors on the device for the network, arrays for the arithmetic on rewards.
+        shape = (args.num_steps, args.num_envs)
+        space, action_space = envs.single_observation_space, envs.single_action_space
+        dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
+        obs = torch.zeros(shape[0] + 1, shape[1], *space.shape, dtype=dtype, device=device)
+        actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
+        actions = torch.as_tensor(actions, device=device)
+        obs_rows, action_rows = obs.unbind(), actions.unbind()
+        rewards = np.zeros(shape, np.float32)
+        terminations, dones = np.zeros(shape, bool), np.zeros(shape, bool)
+
+        batch_size = args.num_envs * args.num_steps
+        num_iterations = args.total_timesteps // batch_size
+        global_step, last_returns, start_time = 0, deque(maxlen=100), time.perf_counter()
+        env_seed = int(np.random.SeedSequence(args.seed).generate_state(1)[0]) // 4
+        obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])
+        bar = tqdm(total=num_iterations * batch_size, unit="step", unit_scale=True, disable=None)
+        on_exit.callback(bar.close)
+        for iteration in range(num_iterations):
+            # ------------------------------------- rollout -------------------------------------
+            # The policy stays the same throughout: draw all noise before, only act within, and
+            # compute values and log-probabilities after, in one batch.
+            obs[0] = obs[-1]
+            final_obs = {}
+            noise = agent.sample_noise(*shape).unbind()
+            for t in range(args.num_steps):
+                with torch.no_grad():
+                    action = agent.act(obs_rows[t], noise[t])
+                action_rows[t].copy_(action)
+                next_obs, rewards[t], terminated, truncated, info = envs.step(action.cpu().numpy())
+                obs_rows[t + 1].copy_(torch.from_numpy(next_obs))
+                terminations[t], dones[t] = terminated, terminated | truncated
+                global_step += args.num_envs
+                if dones[t].any():
+                    for i in np.flatnonzero(truncated & ~terminated):
+                        final_obs[t, i] = np.array(info["final_obs"][i])
+                    for i in np.flatnonzero(info.get("_episode", ())):
+                        episode = {
+                            "return": info["episode"]["r"][i],
+                            "length": info["episode"]["l"][i],
+                        }
+                        log({f"charts/episodic_{name}": value for name, value in episode.items()})
+                        last_returns.append(episode["return"])
+
+            # --------------------------------- advantages, update ---------------------------------
+            learning_rate = args.learning_rate
+            if args.anneal_lr:  # detail 4
+                learning_rate *= 1 - iteration / num_iterations
+            optimizer.param_groups[0]["lr"] = learning_rate
+            scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
+            rollout = (obs, actions, scaled_rewards, terminations, dones, final_obs)
+            batch = make_batch(agent, args, *rollout)
+            metrics = []
+            for epoch in range(args.update_epochs):
+                if args.recompute_advantages and epoch > 0:
+                    batch = make_batch(agent, args, *rollout)._replace(logprobs=batch.logprobs)
+                order = torch.randperm(batch_size, device=device)  # detail 6
+                for indices in order.chunk(args.num_minibatches):
+                    loss, metric = ppo_loss(agent, Batch(*(x[indices] for x in batch)), args)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11
+                    optimizer.step()
+                    metrics.append({**metric, "losses/grad_norm": norm})
+                if args.target_kl is not None:
+                    kls = [m["losses/approx_kl"] for m in metrics[-args.num_minibatches :]]
+                    if torch.stack(kls).mean() > args.target_kl:
+                        break
+
+            # --------------------------------------- log ---------------------------------------
+            means = torch.stack([torch.stack(list(m.values())) for m in metrics]).mean(0).tolist()
+            score = float(np.mean(last_returns)) if last_returns else float("nan")
+            sps = global_step / (time.perf_counter() - start_time)
+            log(
+                {
+                    **dict(zip(metrics[0], means, strict=True)),
+                    **agent.finish_iteration(obs[:-1]),
+                    "losses/explained_variance": 1
+                    - (batch.returns - batch.values).var() / batch.returns.var(),
+                    "charts/learning_rate": learning_rate,
+                    "charts/SPS": sps,
+                    "debug/value": batch.values.mean(),
+                    "debug/value_target": batch.returns.mean(),
+                    "debug/advantage": batch.advantages.mean(),
+                }
+            )
+            bar.update(batch_size)
+            bar.set_postfix_str(f"return {score:.1f}", refresh=False)
+
+    print(
+        f"{args.env_id}, seed {args.seed}: mean return {score:.1f} over the last "
+        f"{len(last_returns)} episodes; {global_step:,} steps in {global_step / sps:.1f} s, "
+        f"{sps:,.0f} steps/s; runs/{run_name}"
+    )
+    return score
+
+
+if __name__ == "__main__":
+    try:
+        train(tyro.cli(Args))
+    except UsageError as error:
+        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
+        sys.exit(2)
