@@ -160,7 +160,7 @@ class Agent(nn.Module):
 
     def features(self, obs: torch.Tensor) -> torch.Tensor:
         """What actor and critic share, (B, 512), of observations scaled to 0 .. 1 (detail 22)."""
-        return self.network(obs.contiguous(memory_format=torch.channels_last).float() / 255)
+        return self.network(obs.to(torch.float32, memory_format=torch.channels_last).div_(255))
 
     def sample_noise(self, *shape: int) -> torch.Tensor:
         """Gumbel noise for `act`, (*shape, number of actions)."""
