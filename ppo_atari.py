@@ -17,11 +17,11 @@ import random
 import re
 import sys
 import time
-from collections import deque
+from collections import deque, namedtuple
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ale_py
 import gymnasium as gym
@@ -30,7 +30,7 @@ import torch
 import tyro
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -126,7 +126,7 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     )
     if not isinstance(envs, ale_py.AtariVectorEnv):
         envs.close()
-        raise UsageError(f"ppo_atari.py plays Atari, {args.env_id} is another: use ppo.py")
+        raise UsageError(f"{args.env_id} is no Atari game: use ppo.py or ppo_continuous.py")
     return LostLifeTerminates(RecordEpisodeStatistics(envs))
 
 
@@ -158,29 +158,24 @@ class Agent(nn.Module):
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
         self.to(memory_format=torch.channels_last)  # the faster one for convolutions
 
-    def features(self, obs: torch.Tensor) -> torch.Tensor:
+    def features(self, obs: Tensor) -> Tensor:
         """What actor and critic share, (B, 512), of observations scaled to 0 .. 1 (detail 22)."""
         return self.network(obs.to(torch.float32, memory_format=torch.channels_last).div_(255))
 
-    def sample_noise(self, *shape: int) -> torch.Tensor:
+    def sample_noise(self, *shape: int) -> Tensor:
         """Gumbel noise for `act`, (*shape, number of actions)."""
         noise = torch.empty(*shape, self.num_actions, device=self.actor.weight.device)
         return -noise.exponential_().log()
 
-    def act(self, obs: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
-        """Actions, (B,): the most probable or, with noise, random ones.
-
-        The argmax of logits plus Gumbel noise is a sample from their softmax (Gumbel 1954).
-        """
+    def act(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+        """Actions, (B,): the most probable or, with noise, a sample (the Gumbel-max trick)."""
         return (self.actor(self.features(obs)) + noise).argmax(-1)
 
-    def value(self, obs: torch.Tensor) -> torch.Tensor:
+    def value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
         return self.critic(self.features(obs)).squeeze(-1)
 
-    def evaluate_actions(
-        self, obs: torch.Tensor, actions: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, ...]:
         """Log-probability, entropy and value, each (B,)."""
         features = self.features(obs)
         logprobs = self.actor(features).log_softmax(-1)
@@ -192,7 +187,7 @@ class Agent(nn.Module):
         """The rewards to learn from, (num_steps, num_envs): here, their signs (detail 19)."""
         return np.sign(rewards)
 
-    def finish_iteration(self, obs: torch.Tensor) -> dict[str, float]:
+    def finish_iteration(self, obs: Tensor) -> dict[str, float]:
         """Adapt to a rollout that was learned from; return scalars to log: here, nothing."""
         return {}
 
@@ -220,20 +215,15 @@ def compute_advantages(
     return advantages
 
 
-class Batch(NamedTuple):
-    """Samples to learn from, along the first dimension of each field."""
-
-    obs: torch.Tensor
-    actions: torch.Tensor
-    logprobs: torch.Tensor
-    advantages: torch.Tensor
-    returns: torch.Tensor
-    values: torch.Tensor
+# What num_envs environments did in num_steps steps. Arrays and tensors are (num_steps, num_envs,
+# ...), but obs has the next step's too; final_obs maps the (step, environment) of a truncation to
+# the last observation there, which the reset keeps out of obs.
+Rollout = namedtuple("Rollout", "obs actions rewards terminations dones final_obs")
+# Samples to learn from, along the first dimension of each tensor.
+Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")
 
 
-def ppo_loss(
-    agent: Agent, batch: Batch, args: Args
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a minibatch and what to log of it, all scalars."""
     logprobs, entropy, values = agent.evaluate_actions(batch.obs, batch.actions)
     log_ratio = logprobs - batch.logprobs
@@ -255,9 +245,9 @@ def ppo_loss(
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # detail 10
     with torch.no_grad():  # detail 12; KL estimators k1 and k3 of joschu.net/blog/kl-approx.html
         return loss, {
-            "losses/policy_loss": policy_loss,
-            "losses/value_loss": value_loss,
-            "losses/entropy": entropy,
+            "losses/policy_loss": policy_loss.detach(),
+            "losses/value_loss": value_loss.detach(),
+            "losses/entropy": entropy.detach(),
             "losses/old_approx_kl": -log_ratio.mean(),
             "losses/approx_kl": (ratio - 1 - log_ratio).mean(),
             "losses/clipfrac": (ratio != clipped_ratio).float().mean(),
@@ -265,36 +255,22 @@ def ppo_loss(
 
 
 @torch.no_grad()
-def make_batch(
-    agent: Agent,
-    args: Args,
-    obs: torch.Tensor,
-    actions: torch.Tensor,
-    rewards: np.ndarray,
-    terminations: np.ndarray,
-    dones: np.ndarray,
-    final_obs: dict[tuple[int, int], np.ndarray],
-) -> Batch:
-    """Value a rollout of (num_steps, num_envs) transitions, and flatten it to samples.
-
-    `obs` has one step more than the rest; `final_obs` maps the (step, environment) of each
-    truncation to the last observation there, which the reset keeps out of `obs`.
-    """
-    samples = [x.flatten(0, 1) for x in (obs[:-1], actions)]
+def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
+    """Value a rollout with the agent as it is, and flatten it to num_steps x num_envs samples."""
+    obs, actions, rewards, terminations, dones, final_obs = rollout
+    samples = obs[:-1].flatten(0, 1), actions.flatten(0, 1)
     # In slices, so that the memory for activations doesn't grow with the rollout.
-    slices = zip(*(x.split(1024) for x in samples), strict=True)
-    logprobs, _, values = map(torch.cat, zip(*(agent.evaluate_actions(*x) for x in slices)))  # noqa: B905
+    slices = map(agent.evaluate_actions, *(x.split(1024) for x in samples))
+    logprobs, _, values = (torch.cat(x) for x in zip(*slices, strict=True))
     values = torch.cat([values, agent.value(obs[-1])]).view(obs.shape[:2]).cpu().numpy()
     values, next_values = values[:-1], values[1:].copy()
     if final_obs:
         truncated_obs = torch.as_tensor(np.stack(list(final_obs.values()))).to(obs)
         next_values[tuple(np.transpose(list(final_obs)))] = agent.value(truncated_obs).cpu()
-    advantages = compute_advantages(
-        rewards, values, next_values, terminations, dones, args.gamma, args.gae_lambda
-    )
-    targets = (advantages, advantages + values, values)
-    targets = (torch.as_tensor(x, device=obs.device).flatten() for x in targets)
-    return Batch(*samples, logprobs, *targets)
+    steps = rewards, values, next_values, terminations, dones
+    advantages = compute_advantages(*steps, args.gamma, args.gae_lambda)
+    targets = torch.as_tensor(np.stack([advantages, advantages + values, values]))
+    return Batch(*samples, logprobs, *targets.to(obs.device).flatten(1))
 
 
 def check_args(args: Args) -> torch.device:
@@ -302,17 +278,16 @@ def check_args(args: Args) -> torch.device:
     for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"):
         if getattr(args, name) <= 0:
             raise UsageError(f"{name} is {getattr(args, name)}, and must be above 0")
-    for name in ("seed", "num_threads"):
-        if getattr(args, name) < 0:
-            raise UsageError(f"{name} is {getattr(args, name)}, and must not be negative")
-    rollout = f"num_envs * num_steps = {args.num_envs} * {args.num_steps}"
+    if not 0 <= args.seed < 2**32 or args.num_threads < 0:
+        raise UsageError("seed and num_threads must not be negative, nor seed reach 2**32")
     batch_size = args.num_envs * args.num_steps
+    rollout = f"num_envs * num_steps = {args.num_envs} * {args.num_steps}"
     if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
-        minibatches = f"num_minibatches = {args.num_minibatches} equal parts of 2 or more"
-        raise UsageError(f"{rollout} samples don't divide into {minibatches}: change one of these")
+        parts = f"num_minibatches = {args.num_minibatches} equal parts of 2 or more"
+        raise UsageError(f"{rollout} samples don't divide into {parts}: change one of these")
     if args.total_timesteps < batch_size:
-        steps = f"total_timesteps = {args.total_timesteps}"
-        raise UsageError(f"{steps} is less than a rollout, {rollout}: raise it or lower these")
+        total = f"total_timesteps = {args.total_timesteps}"
+        raise UsageError(f"{total} is less than one rollout, {rollout}: raise it or lower these")
     device = args.device
     if device == "auto":
         backends = {"cuda": torch.cuda, "mps": torch.backends.mps}
@@ -364,7 +339,7 @@ def train(args: Args) -> float:
             values = [Summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
             writer.file_writer.add_summary(Summary(value=values), global_step)
             if wandb_run:
-                wandb_run.log({"global_step": global_step, **scalars})
+                wandb_run.log({**scalars, "global_step": global_step})
 
         # Tensors on the device for the network, arrays for the arithmetic on rewards.
         shape = (args.num_steps, args.num_envs)
@@ -377,25 +352,24 @@ def train(args: Args) -> float:
         rewards = np.zeros(shape, np.float32)
         terminations, dones = np.zeros(shape, bool), np.zeros(shape, bool)
 
+        global_step, score, last_returns = 0, float("nan"), deque(maxlen=100)
         batch_size = args.num_envs * args.num_steps
         num_iterations = args.total_timesteps // batch_size
-        global_step, last_returns, start_time = 0, deque(maxlen=100), time.perf_counter()
-        env_seed = int(np.random.SeedSequence(args.seed).generate_state(1)[0]) // 4
-        obs[-1] = torch.as_tensor(envs.reset(seed=env_seed)[0])
         bar = tqdm(total=num_iterations * batch_size, unit="step", unit_scale=True, disable=None)
         on_exit.callback(bar.close)
+        env_seed = int(np.random.SeedSequence(args.seed).generate_state(1)[0]) // 4
+        obs_rows[-1].copy_(torch.as_tensor(envs.reset(seed=env_seed)[0]))
+        start_time = time.perf_counter()
         for iteration in range(num_iterations):
             # ------------------------------------- rollout -------------------------------------
             # The policy stays the same throughout: draw all noise before, only act within, and
             # compute values and log-probabilities after, in one batch.
-            obs[0] = obs[-1]
-            final_obs = {}
-            noise = agent.sample_noise(*shape).unbind()
+            obs_rows[0].copy_(obs_rows[-1])
+            noise, final_obs = agent.sample_noise(*shape).unbind(), {}
             for t in range(args.num_steps):
-                with torch.no_grad():
-                    action = agent.act(obs_rows[t], noise[t])
-                action_rows[t].copy_(action)
-                next_obs, rewards[t], terminated, truncated, info = envs.step(action.cpu().numpy())
+                with torch.inference_mode():
+                    action = action_rows[t].copy_(agent.act(obs_rows[t], noise[t])).cpu().numpy()
+                next_obs, rewards[t], terminated, truncated, info = envs.step(action)
                 obs_rows[t + 1].copy_(torch.from_numpy(next_obs))
                 terminations[t], dones[t] = terminated, terminated | truncated
                 global_step += args.num_envs
@@ -403,12 +377,10 @@ def train(args: Args) -> float:
                     for i in np.flatnonzero(truncated & ~terminated):
                         final_obs[t, i] = np.array(info["final_obs"][i])
                     for i in np.flatnonzero(info.get("_episode", ())):
-                        episode = {
-                            "return": info["episode"]["r"][i],
-                            "length": info["episode"]["l"][i],
-                        }
-                        log({f"charts/episodic_{name}": value for name, value in episode.items()})
-                        last_returns.append(episode["return"])
+                        episode = {key: float(x[i]) for key, x in info["episode"].items()}
+                        last_returns.append(episode["r"])
+                        tag = "charts/episodic_"
+                        log({tag + "return": episode["r"], tag + "length": episode["l"]})
 
             # --------------------------------- advantages, update ---------------------------------
             learning_rate = args.learning_rate
@@ -416,12 +388,12 @@ def train(args: Args) -> float:
                 learning_rate *= 1 - iteration / num_iterations
             optimizer.param_groups[0]["lr"] = learning_rate
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
-            rollout = (obs, actions, scaled_rewards, terminations, dones, final_obs)
-            batch = make_batch(agent, args, *rollout)
+            rollout = Rollout(obs, actions, scaled_rewards, terminations, dones, final_obs)
+            batch = make_batch(agent, rollout, args)
             metrics = []
             for epoch in range(args.update_epochs):
                 if args.recompute_advantages and epoch > 0:
-                    batch = make_batch(agent, args, *rollout)._replace(logprobs=batch.logprobs)
+                    batch = make_batch(agent, rollout, args)._replace(logprobs=batch.logprobs)
                 order = torch.randperm(batch_size, device=device)  # detail 6
                 for indices in order.chunk(args.num_minibatches):
                     loss, metric = ppo_loss(agent, Batch(*(x[indices] for x in batch)), args)
@@ -436,30 +408,28 @@ def train(args: Args) -> float:
                         break
 
             # --------------------------------------- log ---------------------------------------
-            means = torch.stack([torch.stack(list(m.values())) for m in metrics]).mean(0).tolist()
-            score = float(np.mean(last_returns)) if last_returns else float("nan")
+            score = float(np.mean(last_returns)) if last_returns else score
             sps = global_step / (time.perf_counter() - start_time)
+            losses = torch.stack([torch.stack(list(m.values())) for m in metrics]).mean(0).tolist()
+            residual = batch.returns - batch.values
             log(
-                {
-                    **dict(zip(metrics[0], means, strict=True)),
-                    **agent.finish_iteration(obs[:-1]),
-                    "losses/explained_variance": 1
-                    - (batch.returns - batch.values).var() / batch.returns.var(),
+                dict(zip(metrics[0], losses, strict=True))
+                | agent.finish_iteration(obs[:-1])
+                | {
+                    "losses/explained_variance": 1 - float(residual.var() / batch.returns.var()),
                     "charts/learning_rate": learning_rate,
                     "charts/SPS": sps,
-                    "debug/value": batch.values.mean(),
-                    "debug/value_target": batch.returns.mean(),
-                    "debug/advantage": batch.advantages.mean(),
+                    "debug/value": float(batch.values.mean()),
+                    "debug/value_target": float(batch.returns.mean()),
+                    "debug/advantage": float(batch.advantages.mean()),
                 }
             )
             bar.update(batch_size)
             bar.set_postfix_str(f"return {score:.1f}", refresh=False)
 
-    print(
-        f"{args.env_id}, seed {args.seed}: mean return {score:.1f} over the last "
-        f"{len(last_returns)} episodes; {global_step:,} steps in {global_step / sps:.1f} s, "
-        f"{sps:,.0f} steps/s; runs/{run_name}"
-    )
+    summary = f"mean return {score:.1f} over the last {len(last_returns)} episodes"
+    speed = f"{global_step:,} steps in {global_step / sps:.1f} s, {sps:,.0f} a second"
+    print(f"{args.env_id}, seed {args.seed}: {summary}; {speed}; runs/{run_name}")
     return score
 
 
