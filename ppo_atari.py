@@ -428,7 +428,7 @@ def train(args: Args) -> float:
             bar.set_postfix_str(f"return {score:.1f}", refresh=False)
 
     summary = f"mean return {score:.1f} over the last {len(last_returns)} episodes"
-    speed = f"{global_step:,} steps in {global_step / sps:.1f} s, {sps:,.0f} a second"
+    speed = f"{global_step:,} steps in {global_step / sps:.1f} s, {sps:,.0f} steps/s"
     print(f"{args.env_id}, seed {args.seed}: {summary}; {speed}; runs/{run_name}")
     return score
 

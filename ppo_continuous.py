@@ -113,7 +113,7 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
             "can't be flattened: wrap it" if bounded else "needs ppo.py, or bounds of its actions"
         )
         raise UsageError(f"{args.env_id} {what}; it has {obs_space} to observe and {space} to do")
-    # -1 .. 1 in the policy are the bounds, to which the environment's actions are clipped (detail 26)
+    # The policy's -1 .. 1 stand for the bounds; beyond them, actions are clipped (detail 26).
     low, high, shape, dtype = space.low, space.high, envs.action_space.shape, space.dtype
     middle, half_range = (low + high) / 2, (high - low) / 2
 
@@ -452,7 +452,7 @@ def train(args: Args) -> float:
             bar.set_postfix_str(f"return {score:.1f}", refresh=False)
 
     summary = f"mean return {score:.1f} over the last {len(last_returns)} episodes"
-    speed = f"{global_step:,} steps in {global_step / sps:.1f} s, {sps:,.0f} a second"
+    speed = f"{global_step:,} steps in {global_step / sps:.1f} s, {sps:,.0f} steps/s"
     print(f"{args.env_id}, seed {args.seed}: {summary}; {speed}; runs/{run_name}")
     return score
 
