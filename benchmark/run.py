@@ -1,0 +1,123 @@
+"""Train the list of runs behind the README's tables, and record what they reached.
+
+    python benchmark/run.py --only CartPole-v1 Acrobot-v1 --jobs 2
+
+Every run is one process of the script, with the command that is recorded beside its result in
+benchmark/results/runs.csv; its learning curve goes to benchmark/results/curves.csv, as the mean
+return of the episodes that ended in each fiftieth of the steps. What is recorded there already is
+not run again. The wall-clock time means little where several jobs share a machine.
+"""
+
+import csv
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import tyro
+from provenance import provenance
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark/results"
+RUNS = [  # script, environment, seeds, further flags
+    ("ppo.py", "CartPole-v1", 5, ""),
+    ("ppo.py", "Acrobot-v1", 3, ""),
+    ("ppo_continuous.py", "HalfCheetah-v5", 5, ""),
+    ("ppo_continuous.py", "Hopper-v5", 3, ""),
+    ("ppo_continuous.py", "InvertedDoublePendulum-v5", 3, ""),
+]
+LOCK = Lock()
+
+
+@dataclass
+class Args:
+    """Train the recorded runs that are missing."""
+
+    only: list[str] = field(default_factory=list)  # environments; all if none is named
+    jobs: int = 1  # runs at once
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """The rows of a results file, none if it doesn't exist."""
+    path = RESULTS / name
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+def append(name: str, rows: list[dict]) -> None:
+    """Append rows to a results file, under a header."""
+    path = RESULTS / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def curve(run: Path, points: int = 50) -> Iterator[dict[str, float]]:
+    """The mean return and number of the episodes in each of the equal parts of a run."""
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    events.Reload()
+    returns = events.Scalars("charts/episodic_return")
+    part = events.Scalars("charts/SPS")[-1].step / points
+    for i in range(points):
+        values = [x.value for x in returns if i * part < x.step <= (i + 1) * part]
+        if values:
+            mean = round(float(np.mean(values)), 2)
+            yield {"step": round((i + 1) * part), "return": mean, "episodes": len(values)}
+
+
+def train(script: str, env_id: str, seed: int, flags: str) -> None:
+    """Run a script in an empty folder, and record the result."""
+    command = f"python {script} --env-id {env_id} --seed {seed} {flags}".strip()
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        words = [sys.executable, str(ROOT / script), *command.split()[2:]]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{command} failed:\n{done.stderr}")
+        wall_clock = time.perf_counter() - start
+        print(done.stdout.strip(), flush=True)
+        score, episodes, steps, run = re.search(
+            r"return (\S+) over the last (\d+) episodes; ([\d,]+) steps .*; (\S+)", done.stdout
+        ).groups()
+        key = {"script": script, "env_id": env_id, "flags": flags, "seed": seed}
+        row = {"score": score, "episodes": episodes, "steps": steps.replace(",", "")}
+        row |= {"wall_clock_s": round(wall_clock, 1), "command": command}
+        with LOCK:
+            append("runs.csv", [key | row | provenance()])
+            append("curves.csv", [key | point for point in curve(Path(folder, run))])
+
+
+def main(args: Args) -> None:
+    """Train what is missing, and print mean and spread of each environment."""
+    keys = ("script", "env_id", "flags", "seed")
+    recorded = {tuple(row[key] for key in keys) for row in read("runs.csv")}
+    jobs = [
+        (script, env_id, seed, flags)
+        for script, env_id, seeds, flags in RUNS
+        for seed in range(1, seeds + 1)
+        if (not args.only or env_id in args.only)
+        and (script, env_id, flags, str(seed)) not in recorded
+    ]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda job: train(*job), jobs))
+    for script, env_id, _, flags in RUNS:
+        rows = [r for r in read("runs.csv") if (r["env_id"], r["flags"]) == (env_id, flags)]
+        scores = [float(row["score"]) for row in rows]
+        if scores:
+            spread = np.std(scores, ddof=1) if len(scores) > 1 else 0.0
+            print(f"{script} {env_id}: {np.mean(scores):.1f} ± {spread:.1f}, {len(scores)} seeds")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
