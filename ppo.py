@@ -81,7 +81,9 @@ def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
     except gym.error.UnregisteredEnv:
         name = args.env_id.split(":")[-1]
         nearest = difflib.get_close_matches(name, gym.registry, n=1, cutoff=0)[0]
-        raise UsageError(f"no environment is called {name}; the nearest is {nearest}") from None
+        elsewhere = name.startswith("ALE/") and not nearest.startswith("ALE/")
+        hint = "its place is ppo_atari.py" if elsewhere else f"the nearest name is {nearest}"
+        raise UsageError(f"there is no environment {name} here; {hint}") from None
     except (gym.error.Error, ImportError) as error:  # names a missing package's pip command
         raise UsageError(f"cannot make {args.env_id}: {error}") from error
     except TypeError as error:

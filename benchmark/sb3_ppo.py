@@ -14,8 +14,20 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 
-CARTPOLE = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "ent_coef": 0.01, "learning_rate": 2.5e-4}
-HALFCHEETAH = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "ent_coef": 0.0, "learning_rate": 3e-4}
+CARTPOLE = {
+    "n_steps": 128,
+    "batch_size": 128,
+    "n_epochs": 4,
+    "ent_coef": 0.01,
+    "learning_rate": 2.5e-4,
+}
+HALFCHEETAH = {
+    "n_steps": 2048,
+    "batch_size": 64,
+    "n_epochs": 10,
+    "ent_coef": 0.0,
+    "learning_rate": 3e-4,
+}
 
 
 def main() -> None:

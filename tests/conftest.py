@@ -1,0 +1,55 @@
+"""What the tests share: every test runs in a folder of its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SCRIPTS = ["ppo", "ppo_continuous", "ppo_atari"]
+# A run of each script that takes a moment.
+SHORT = {
+    "ppo": {"env_id": "CartPole-v1", "total_timesteps": 2048},
+    "ppo_continuous": {"env_id": "Pendulum-v1", "total_timesteps": 2048, "num_steps": 512},
+    "ppo_atari": {"total_timesteps": 256, "num_envs": 2, "num_steps": 64, "num_threads": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run the test in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def train_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, float]]:
+    """A function that trains, and returns the trained agent and the score."""
+
+    def run(script: ModuleType, **kwargs: Any) -> tuple[Any, float]:
+        agents = []
+        with monkeypatch.context() as patch:
+            make = script.Agent
+            patch.setattr(script, "Agent", lambda envs: agents.append(make(envs)) or agents[-1])
+            score = script.train(script.Args(**kwargs))
+        return agents[0], score
+
+    return run
+
+
+def scalars(tag: str, run: Path | None = None) -> list[tuple[int, float]]:
+    """The steps and values of a scalar in the only run below this folder, or in the one named."""
+    if run is None:
+        (run,) = Path("runs").iterdir()
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    """Whether two agents are equal, bit for bit."""
+    other = b.state_dict()
+    return all(torch.equal(x, other[name]) for name, x in a.state_dict().items())

@@ -1,0 +1,171 @@
+"""Small environments whose values and best policies are known, registered when imported."""
+
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Tuple
+
+VECTOR = Box(-1, 1, (1,), np.float32)
+
+
+class Probe(gym.Env):
+    """An environment that is done after one step, with -1 or 1 to observe at random."""
+
+    observation_space = VECTOR
+
+    def __init__(self, continuous: bool = False) -> None:
+        self.action_space = Box(-1, 1, (1,)) if continuous else Discrete(2)
+
+    def observe(self) -> np.ndarray:
+        """What there is to see."""
+        return np.array([self.state], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        """Begin an episode."""
+        super().reset(seed=seed)
+        self.state = float(self.np_random.choice([-1, 1]))
+        self.steps = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Give the reward, and end the episode."""
+        return self.observe(), self.reward(action), True, False, {}
+
+    def reward(self, action: Any) -> float:
+        """What the step is worth."""
+        return 1.0
+
+
+class Observed(Probe):
+    """The reward is what was observed."""
+
+    def reward(self, action: Any) -> float:
+        """The state."""
+        return self.state
+
+
+class Delayed(Probe):
+    """Two steps, from 0 to 1; the reward 1 comes with the second."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        """Begin at 0."""
+        super().reset(**kwargs)
+        self.state = 0.0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Go from 0 to 1, and from there to the end."""
+        reward, terminated, self.state = self.state, self.state == 1.0, 1.0
+        return self.observe(), reward, terminated, False, {}
+
+
+class Acted(Probe):
+    """One action is better: 1 of the two, or 0.5 of -1 .. 1."""
+
+    def reward(self, action: Any) -> float:
+        """1 or -1, or minus the squared distance from the best."""
+        if isinstance(self.action_space, Box):
+            return -float((action[0] - 0.5) ** 2)
+        return 1.0 if action == 1 else -1.0
+
+
+class ActedAsObserved(Probe):
+    """The better action depends on the observation."""
+
+    def reward(self, action: Any) -> float:
+        """1 or -1, or minus the squared distance from the best."""
+        if isinstance(self.action_space, Box):
+            return -float((action[0] - 0.5 * self.state) ** 2)
+        return 1.0 if (action == 1) == (self.state == 1) else -1.0
+
+
+class Endless(Probe):
+    """Worth 1 a step where 1 is observed, 0 a step where -1 is; neither ever terminates.
+
+    A time limit of four steps cuts it into episodes. Then 1 is worth 1 / (1 - gamma) and -1 is
+    worth 0, to an agent that bootstraps from the state that the limit cut; an agent that takes
+    the cut for an end, or bootstraps from the next episode's state, finds something else.
+    """
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Stay."""
+        self.steps += 1
+        return self.observe(), float(self.state == 1), False, self.steps == 4, {}
+
+
+class Choices(Probe):
+    """Several choices at once; the reward is the share that is right, which the state decides."""
+
+    def __init__(self, kind: str) -> None:
+        self.action_space = {
+            "multi_discrete": MultiDiscrete([2, 3, 4], start=[5, 0, -2]),
+            "multi_discrete_2d": MultiDiscrete([[2, 3], [4, 2]]),
+            "multi_binary": MultiBinary(4),
+            "discrete": Discrete(3, start=7),
+        }[kind]
+
+    def reward(self, action: Any) -> float:
+        """The share of right choices: the lowest values where -1 is seen, or the highest."""
+        assert self.action_space.contains(action), action
+        space = self.action_space
+        low = np.asarray(getattr(space, "start", 0))
+        sizes = np.asarray(getattr(space, "nvec", 2 if isinstance(space, MultiBinary) else 3))
+        best = low if self.state == -1 else low + sizes - 1
+        return float(np.mean(np.asarray(action) == best))
+
+
+class Bounded(Probe):
+    """Continuous actions within 2 .. 10 and -0.3 .. 0, all of which it keeps."""
+
+    received: ClassVar[list[np.ndarray]] = []
+
+    def __init__(self) -> None:
+        self.action_space = Box(np.array([2, -0.3], np.float32), np.array([10, 0], np.float32))
+
+    def reward(self, action: Any) -> float:
+        """Minus the squared distance from 8 and -0.1, in units of the range."""
+        assert self.action_space.contains(action), action
+        self.received.append(np.array(action))
+        return -float(((action[0] - 8) / 8) ** 2 + ((action[1] + 0.1) / 0.3) ** 2)
+
+
+class Spaces(Probe):
+    """Observations of a space by name, which the tests can look into."""
+
+    def __init__(self, kind: str, continuous: bool = False) -> None:
+        super().__init__(continuous)
+        self.observation_space = {
+            "image": Box(0, 255, (4, 5, 3), np.uint8),
+            "discrete": Discrete(7, start=3),
+            "dict": Dict({"a": Box(-1, 1, (2, 2)), "b": Discrete(3)}),
+            "tuple": Tuple((MultiBinary(4), MultiDiscrete([2, 5]), Box(0, 9, (1,), np.int64))),
+            "sequence": Sequence(Discrete(3)),
+        }[kind]
+
+    def observe(self) -> Any:
+        """Anything in the space."""
+        return self.observation_space.sample()
+
+
+class Unbounded(Probe):
+    """Continuous actions without bounds."""
+
+    def __init__(self) -> None:
+        self.action_space = Box(-np.inf, np.inf, (1,))
+
+
+PROBES = (
+    Probe,
+    Observed,
+    Delayed,
+    Acted,
+    ActedAsObserved,
+    Endless,
+    Choices,
+    Bounded,
+    Spaces,
+    Unbounded,
+)
+for probe in PROBES:
+    gym.register(f"{probe.__name__}-v0", probe)

@@ -1,0 +1,145 @@
+"""The agents' distributions and statistics, against torch's and numpy's own."""
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from torch.distributions import Categorical, Normal
+
+import ppo
+import ppo_atari
+import ppo_continuous
+
+
+class Spaces:
+    """As much of a vector environment as an agent is made from."""
+
+    num_envs = 2
+
+    def __init__(self, obs: gym.Space, action: gym.Space) -> None:
+        self.single_observation_space, self.single_action_space = obs, action
+
+
+def test_discrete() -> None:
+    """Log-probabilities and entropies are the sums of independent categorical distributions'."""
+    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([2, 4, 3])))
+    agent.actor[-1].weight.data.normal_()
+    obs = torch.randn(7, 5)
+    actions = torch.stack([torch.randint(n, (7,)) for n in (2, 4, 3)], 1)
+    logits = agent.actor(obs).view(7, 3, 4)
+    choices = [Categorical(logits=logits[:, i, :n]) for i, n in enumerate((2, 4, 3))]
+    logprobs, entropy, value = agent.evaluate_actions(obs, actions)
+    expected = sum(choice.log_prob(actions[:, i]) for i, choice in enumerate(choices))
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropy, sum(choice.entropy() for choice in choices))
+    torch.testing.assert_close(value, agent.value(obs))
+    modes = torch.stack([choice.probs.argmax(-1) for choice in choices], 1)
+    assert torch.equal(agent.act(obs), modes)
+
+
+def test_discrete_samples() -> None:
+    """Samples come as often as their probabilities say, and never beyond a choice's values."""
+    torch.manual_seed(0)
+    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([2, 3])))
+    agent.actor[-1].weight.data.normal_()
+    obs = torch.randn(1, 5)
+    samples = agent.act(obs, agent.sample_noise(100_000))
+    for i, n in enumerate((2, 3)):
+        probabilities = agent.logits(obs)[0, i, :n].softmax(-1)
+        counts = torch.bincount(samples[:, i])
+        assert len(counts) <= n
+        error = counts / len(samples) - probabilities[: len(counts)]
+        assert error.abs().max() < 4 * 0.5 / len(samples) ** 0.5
+
+
+def test_atari() -> None:
+    """The same for the one choice of a game."""
+    agent = ppo_atari.Agent(Spaces(Box(0, 255, (4, 84, 84), np.uint8), Discrete(6)))
+    obs = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
+    actions = torch.tensor([5, 0, 2])
+    choice = Categorical(logits=agent.actor(agent.network(obs.float() / 255)))
+    logprobs, entropy, value = agent.evaluate_actions(obs, actions)
+    torch.testing.assert_close(logprobs, choice.log_prob(actions))
+    torch.testing.assert_close(entropy, choice.entropy())
+    torch.testing.assert_close(value, agent.value(obs))
+    assert torch.equal(agent.act(obs), choice.probs.argmax(-1))
+
+
+def continuous_agent() -> ppo_continuous.Agent:
+    """An agent with 5 numbers to observe and 3 to choose."""
+    return ppo_continuous.Agent(Spaces(Box(-1, 1, (5,)), Box(-np.inf, np.inf, (3,))))
+
+
+def test_continuous() -> None:
+    """Log-probabilities and entropies are the sums of independent normal distributions'."""
+    agent = continuous_agent()
+    agent.log_std.data.normal_()
+    obs, actions = torch.randn(7, 5), torch.randn(7, 3)
+    normal = Normal(agent.actor(obs), agent.log_std.exp())
+    logprobs, entropy, value = agent.evaluate_actions(obs, actions)
+    torch.testing.assert_close(logprobs, normal.log_prob(actions).sum(-1))
+    torch.testing.assert_close(entropy, normal.entropy().sum(-1))
+    torch.testing.assert_close(value, agent.value(obs))
+    torch.testing.assert_close(agent.act(obs), normal.mean)
+    noise = agent.sample_noise(7)
+    torch.testing.assert_close(agent.act(obs, noise), normal.mean + normal.stddev * noise)
+
+
+def test_running_statistics() -> None:
+    """Batches of any size give the mean and variance of all that was seen, far from 0 too."""
+    rng = np.random.default_rng(0)
+    batches = [
+        rng.normal(loc=[100, -3, 0], scale=[1, 0.1, 50], size=(n, 3)) for n in (1, 7, 500, 64)
+    ]
+    statistics = ppo_continuous.RunningStatistics((3,))
+    for batch in batches:
+        statistics.update(torch.tensor(batch, dtype=torch.float32))
+    seen = np.concatenate(batches)
+    np.testing.assert_allclose(statistics.mean, seen.mean(0), rtol=1e-3)
+    np.testing.assert_allclose(statistics.var, seen.var(0), rtol=2e-2)
+    assert statistics.count == len(seen)
+
+
+def test_normalized_observations() -> None:
+    """Observations are centred, scaled and clipped; the statistics are saved with the weights."""
+    agent = continuous_agent()
+    obs = torch.randn(100, 2, 5) * 3 + 7
+    agent.finish_iteration(obs)
+    normalized = agent.normalize(obs.flatten(0, 1))
+    torch.testing.assert_close(normalized.mean(0), torch.zeros(5), atol=1e-3, rtol=0)
+    torch.testing.assert_close(normalized.std(0), torch.ones(5), atol=1e-2, rtol=0)
+    assert agent.normalize(torch.full((1, 5), 1e6)).tolist() == [[10.0] * 5]
+    copy = continuous_agent()
+    copy.load_state_dict(agent.state_dict())
+    torch.testing.assert_close(copy.value(obs[0]), agent.value(obs[0]))
+
+
+def test_scaled_rewards() -> None:
+    """Rewards are divided by the deviation of the discounted return, which episodes restart."""
+    agent = continuous_agent()
+    rng = np.random.default_rng(0)
+    rewards = rng.normal(size=(2, 50, 2)).astype(np.float32)
+    dones = rng.random((2, 50, 2)) < 0.1
+    returns, running = [], np.zeros(2)
+    for reward, done in zip(rewards.reshape(100, 2), dones.reshape(100, 2), strict=True):
+        running = 0.9 * running + reward
+        returns.append(running)
+        running = np.where(done, 0, running)
+    for i in range(2):  # the second rollout goes on where the first stopped
+        scaled = agent.scale_rewards(rewards[i], dones[i], 0.9)
+        deviation = np.std(returns[: 50 * (i + 1)])
+        np.testing.assert_allclose(scaled, rewards[i] / deviation, rtol=1e-3)
+    assert agent.scale_rewards(np.full((1, 2), 1e6, np.float32), dones[0, :1], 0.9).max() == 10
+
+
+def test_initial_policy() -> None:
+    """The first policy is nearly uniform, or nearly centred with deviation 1; biases are 0."""
+    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([4])))
+    assert (agent.logits(torch.randn(100, 5)).softmax(-1) - 0.25).abs().max() < 0.02
+    continuous = continuous_agent()
+    assert continuous.act(torch.randn(100, 5)).abs().max() < 0.1
+    assert continuous.log_std.exp().tolist() == [1, 1, 1]
+    for critic in agent.critic, continuous.critic:
+        weight = critic[2].weight
+        torch.testing.assert_close(weight @ weight.T, 2 * torch.eye(64), atol=1e-4, rtol=0)
+        assert all(not critic[i].bias.any() for i in (0, 2, 4))

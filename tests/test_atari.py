@@ -1,0 +1,110 @@
+"""The accounting of lives and games, against the same games replayed without our code."""
+
+from typing import Any
+
+import ale_py  # noqa: F401 - registers the games
+import gymnasium as gym
+import numpy as np
+import pytest
+from conftest import scalars
+
+import ppo_atari
+
+GAME = {"env_id": "ALE/Breakout-v5", "num_envs": 2, "num_threads": 1, "update_epochs": 1}
+
+
+def test_lives_and_games(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost life and the end of a game are terminations; raw whole games are what is reported."""
+    played, rollouts = {"actions": []}, []
+    make_envs, rollout = ppo_atari.make_envs, ppo_atari.Rollout
+
+    class Recorder(gym.vector.VectorWrapper):
+        def reset(self, *, seed: int, **kwargs: Any) -> Any:
+            played["seed"] = seed
+            return self.env.reset(seed=seed, **kwargs)
+
+        def step(self, actions: np.ndarray) -> Any:
+            played["actions"].append(actions.copy())
+            return self.env.step(actions)
+
+    def keep(*fields: Any) -> Any:
+        _, _, rewards, terminations, dones, final_obs = fields
+        rollouts.append((rewards.copy(), terminations.copy(), dones.copy()))
+        assert not final_obs
+        return rollout(*fields)
+
+    monkeypatch.setattr(ppo_atari, "make_envs", lambda args: Recorder(make_envs(args)))
+    monkeypatch.setattr(ppo_atari, "Rollout", keep)
+    score = ppo_atari.train(ppo_atari.Args(total_timesteps=2048, **GAME))
+    rewards, terminations, dones = (np.concatenate(x) for x in zip(*rollouts, strict=True))
+
+    envs = gym.make_vec(  # the games alone: no lives, no clipping, no statistics
+        "ALE/Breakout-v5",
+        2,
+        vectorization_mode="vector_entry_point",
+        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
+        repeat_action_probability=0.0,
+        reward_clipping=False,
+    )
+    _, info = envs.reset(seed=played["seed"])
+    games, totals, lengths = [], np.zeros(2), np.zeros(2)
+    for t, actions in enumerate(played["actions"]):
+        lives = info["lives"].copy()
+        _, raw, over, truncated, info = envs.step(actions)
+        totals, lengths = totals + raw, lengths + 1
+        np.testing.assert_array_equal(rewards[t], np.sign(raw))
+        np.testing.assert_array_equal(terminations[t], over | (info["lives"] < lives))
+        np.testing.assert_array_equal(dones[t], terminations[t])
+        assert not truncated.any()
+        for i in np.flatnonzero(over):
+            games.append((2 * (t + 1), totals[i], lengths[i]))
+            totals[i] = lengths[i] = 0
+    returns, steps = scalars("charts/episodic_return"), scalars("charts/episodic_length")
+    reported = [(step, x, n) for (step, x), (_, n) in zip(returns, steps, strict=True)]
+    assert len(games) >= 4
+    assert terminations.sum() >= 4 * len(games)  # five lives a game
+    assert reported == games
+    assert score == pytest.approx(np.mean([total for _, total, _ in games]))
+
+
+def test_a_time_limit_truncates() -> None:
+    """A game cut by the limit on its frames is truncated, and its last screen is kept."""
+    limit = {"max_num_frames_per_episode": 400}
+    envs = ppo_atari.make_envs(ppo_atari.Args(**GAME, env_kwargs=limit))
+    envs.reset(seed=0)
+    for _ in range(100):
+        _, _, terminations, truncations, info = envs.step(np.zeros(2, np.int64))
+        if truncations.any():
+            break
+    envs.close()
+    assert truncations.any()
+    assert not (terminations & truncations).any()
+    i = int(truncations.argmax())
+    assert info["final_obs"][i].shape == (4, 84, 84)
+    assert info["episode"]["l"][i] <= 100
+
+
+def test_sticky_actions_are_off_by_default() -> None:
+    """The same actions from the same start give the same screens; sticky actions give others."""
+    screens = {}
+    for probability in (0.0, 0.5):
+        args = ppo_atari.Args(**GAME, repeat_action_probability=probability)
+        for attempt in range(2):
+            envs = ppo_atari.make_envs(args)
+            envs.reset(seed=3)
+            rng = np.random.default_rng(0)
+            seen = [envs.step(rng.integers(4, size=2))[0].copy() for _ in range(60)]
+            screens[probability, attempt] = np.stack(seen)
+            envs.close()
+    np.testing.assert_array_equal(screens[0.0, 0], screens[0.0, 1])
+    np.testing.assert_array_equal(screens[0.5, 0], screens[0.5, 1])
+    assert (screens[0.0, 0] != screens[0.5, 0]).any()
+
+
+def test_observations_are_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Screens are stored as bytes, and scaled to 0 .. 1 only in the network."""
+    seen, ppo_loss = [], ppo_atari.ppo_loss
+    monkeypatch.setattr(ppo_atari, "ppo_loss", lambda *a: seen.append(a[1].obs) or ppo_loss(*a))
+    ppo_atari.train(ppo_atari.Args(total_timesteps=64, num_steps=32, **GAME))
+    assert {obs.dtype for obs in seen} == {ppo_atari.torch.uint8}
+    assert seen[0].max() > 1

@@ -1,0 +1,139 @@
+"""Environments with known answers, learned through `train` as a user would."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from probe_envs import Bounded
+
+import ppo
+import ppo_continuous
+
+GAMMA = 0.9
+SETTINGS = {
+    "num_envs": 4,
+    "num_steps": 32,
+    "num_minibatches": 4,
+    "update_epochs": 4,
+    "learning_rate": 3e-3,
+    "gamma": GAMMA,
+    "total_timesteps": 128 * 100,
+    "clip_vloss": False,
+}
+CONTINUOUS = {"env_kwargs": {"continuous": True}}
+
+
+def values(agent: Any, *observations: float) -> list[float]:
+    """What the agent makes of observations, in units of the raw rewards."""
+    with torch.no_grad():
+        estimates = agent.value(torch.tensor(observations)[:, None])
+    scale = agent.return_statistics.var.sqrt() if hasattr(agent, "return_statistics") else 1.0
+    return (estimates * scale).tolist()
+
+
+def actions(agent: Any, *observations: float) -> np.ndarray:
+    """What the agent would do, without noise."""
+    with torch.no_grad():
+        return agent.act(torch.tensor(observations)[:, None]).numpy()
+
+
+def test_constant_reward(train_agent: Callable) -> None:
+    """Every observation is worth 1."""
+    agent, score = train_agent(ppo, env_id="probe_envs:Probe-v0", **SETTINGS)
+    assert values(agent, -1.0, 1.0) == pytest.approx([1, 1], abs=0.02)
+    assert score == 1.0
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_continuous])
+def test_reward_of_the_observation(script: Any, train_agent: Callable) -> None:
+    """An observation is worth itself."""
+    kwargs = CONTINUOUS if script is ppo_continuous else {}
+    agent, _ = train_agent(script, env_id="probe_envs:Observed-v0", **SETTINGS, **kwargs)
+    assert values(agent, -1.0, 1.0) == pytest.approx([-1, 1], abs=0.05)
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_continuous])
+def test_discounted_reward(script: Any, train_agent: Callable) -> None:
+    """A reward one step away is worth gamma times as much."""
+    kwargs = CONTINUOUS if script is ppo_continuous else {}
+    agent, score = train_agent(script, env_id="probe_envs:Delayed-v0", **SETTINGS, **kwargs)
+    assert values(agent, 0.0, 1.0) == pytest.approx([GAMMA, 1], abs=0.05)
+    assert score == 1.0
+
+
+def test_better_action(train_agent: Callable) -> None:
+    """The better of two actions is found, and -1 .. 1 is worth what it gives."""
+    agent, score = train_agent(ppo, env_id="probe_envs:Acted-v0", **SETTINGS)
+    assert actions(agent, -1.0, 1.0).ravel().tolist() == [1, 1]
+    assert values(agent, -1.0, 1.0) == pytest.approx([1, 1], abs=0.1)
+    assert score > 0.9
+
+
+def test_better_action_as_observed(train_agent: Callable) -> None:
+    """The better of two actions is found for each observation."""
+    agent, score = train_agent(ppo, env_id="probe_envs:ActedAsObserved-v0", **SETTINGS)
+    assert actions(agent, -1.0, 1.0).ravel().tolist() == [0, 1]
+    assert score > 0.9
+
+
+@pytest.mark.parametrize(
+    ("env_id", "best"), [("Acted-v0", [0.5, 0.5]), ("ActedAsObserved-v0", [-0.5, 0.5])]
+)
+def test_best_continuous_action(env_id: str, best: list[float], train_agent: Callable) -> None:
+    """The best of a range of actions is found."""
+    agent, _ = train_agent(ppo_continuous, env_id=f"probe_envs:{env_id}", **SETTINGS, **CONTINUOUS)
+    assert actions(agent, -1.0, 1.0).ravel() == pytest.approx(best, abs=0.1)
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_continuous])
+def test_truncation_is_not_termination(script: Any, train_agent: Callable) -> None:
+    """What a time limit cuts is worth what would have followed: 1 / (1 - 0.9) = 10, and 0.
+
+    With a cut taken for an end, 1 would be worth less than 1 + 0.9 + 0.81 + 0.729 = 3.44; with
+    the value of the next episode's first observation, about 10 x 3.44 / (3.44 + 6.56 / 2) ~ 5.
+    """
+    kwargs = CONTINUOUS if script is ppo_continuous else {}
+    settings = SETTINGS | {"total_timesteps": 128 * 250}
+    agent, score = train_agent(script, env_id="probe_envs:Endless-v0", **settings, **kwargs)
+    assert values(agent, 1.0) == pytest.approx([10], abs=1)
+    assert values(agent, -1.0) == pytest.approx([0], abs=1)
+    assert 0 < score < 4
+
+
+@pytest.mark.parametrize(
+    "kind", ["multi_discrete", "multi_discrete_2d", "multi_binary", "discrete"]
+)
+def test_several_choices(kind: str, train_agent: Callable) -> None:
+    """MultiDiscrete, MultiBinary and shifted Discrete actions are learned, each choice of them."""
+    settings = SETTINGS | {"total_timesteps": 128 * 150}
+    agent, score = train_agent(
+        ppo, env_id="probe_envs:Choices-v0", env_kwargs={"kind": kind}, **settings
+    )
+    highest = agent.padding.eq(0).sum(-1) - 1
+    assert actions(agent, -1.0, 1.0).tolist() == [[0] * len(highest), highest.tolist()]
+    assert score > 0.9
+
+
+def test_actions_are_clipped_for_the_environment_only(
+    train_agent: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment gets actions within its bounds; what is learned from is not clipped."""
+    stored, make_batch = [], ppo_continuous.make_batch
+
+    def keep(*args: Any) -> Any:
+        batch = make_batch(*args)
+        stored.append(batch.actions.clone())
+        return batch
+
+    monkeypatch.setattr(ppo_continuous, "make_batch", keep)
+    Bounded.received.clear()
+    agent, _ = train_agent(ppo_continuous, env_id="probe_envs:Bounded-v0", **SETTINGS)
+    stored = torch.cat(stored).numpy()
+    assert (np.abs(stored) > 1).mean() > 0.01
+    low, high = np.array([2, -0.3]), np.array([10, 0])
+    expected = (low + high) / 2 + (high - low) / 2 * stored.clip(-1, 1)
+    np.testing.assert_allclose(np.stack(Bounded.received), expected, rtol=1e-5, atol=1e-6)
+    # And the best action, 8 and -0.1, is found: 0.5 and 1 / 3 of the way from the middle.
+    assert actions(agent, 1.0)[0] == pytest.approx([0.5, 1 / 3], abs=0.1)

@@ -1,0 +1,209 @@
+"""The scripts as files: their text, their errors, and what they do alone in a folder."""
+
+import ast
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import SCRIPTS, scalars
+
+ROOT = Path(__file__).resolve().parent.parent
+DIFFERENT = {"Args", "make_envs", "Agent"}  # by intent, as the README explains
+
+
+def definitions(name: str) -> dict[str, str]:
+    """The source of the functions, classes and constants at the top level of a script."""
+    source = (ROOT / f"{name}.py").read_text()
+    found = {}
+    for node in ast.parse(source).body:
+        text = ast.get_source_segment(source, node)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            decorators = [ast.get_source_segment(source, x) for x in node.decorator_list]
+            found[node.name] = "\n".join([*decorators, text])
+        elif isinstance(node, ast.Assign):
+            found[node.targets[0].id] = text
+        elif isinstance(node, ast.If):
+            found["main"] = text
+    return found
+
+
+def test_same_job_same_text() -> None:
+    """Whatever has the same name in two scripts is the same text, but for what is named here."""
+    scripts = [definitions(name) for name in SCRIPTS]
+    shared = {name for script in scripts for name in script} - DIFFERENT
+    for name in shared:
+        texts = {script[name] for script in scripts if name in script}
+        assert len(texts) == 1, f"{name} differs between scripts"
+    everywhere = set.intersection(*(set(script) for script in scripts))
+    assert everywhere >= {"layer_init", "compute_advantages", "ppo_loss", "make_batch", "main"}
+    assert everywhere >= {"make_vec", "check_args", "train", "Batch", "Rollout", *DIFFERENT}
+
+
+def test_same_flag_same_help() -> None:
+    """Flags of the same name have the same type and the same help; only defaults differ."""
+    fields = {}
+    for name in SCRIPTS:
+        pattern = r"^    (\w+): (.+?) = .+?  # (.+)$"
+        found = re.findall(pattern, definitions(name)["Args"], re.MULTILINE)
+        assert len(found) >= 30
+        for field, *rest in found:
+            fields.setdefault(field, set()).add(tuple(rest))
+    assert {field: texts for field, texts in fields.items() if len(texts) > 1} == {}
+
+
+def test_same_methods() -> None:
+    """The training loop uses the same interface of every agent."""
+    for name in SCRIPTS:
+        (agent,) = ast.parse(definitions(name)["Agent"]).body
+        methods = {x.name for x in agent.body if isinstance(x, ast.FunctionDef)}
+        assert methods >= {"sample_noise", "act", "value", "evaluate_actions"}
+        assert methods >= {"scale_rewards", "finish_iteration"}
+
+
+ALONE = {
+    "ppo": "--total-timesteps 2048",
+    "ppo_continuous": "--env-id InvertedPendulum-v5 --total-timesteps 2048",
+    "ppo_atari": "--total-timesteps 6144 --num-threads 1 --update-epochs 1",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_alone_in_an_empty_folder(name: str, folder: Path) -> None:
+    """A copy of one script runs, says what it reached, and leaves episode returns in its events."""
+    shutil.copy(ROOT / f"{name}.py", folder)
+    command = [sys.executable, f"{name}.py", *ALONE[name].split()]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"return -?[\d.]+ over the last \d+ episodes; [\d,]+ steps in", done.stdout)
+    assert len(done.stdout.splitlines()) == 1
+    assert len(scalars("charts/episodic_return")) > 0
+    assert "Traceback" not in done.stderr
+
+
+def run(name: str, flags: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a script as a user does, with flags, and return its exit status."""
+    short = "" if "--total-timesteps" in flags else "--total-timesteps 2048"
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *short.split(), *flags.split()])
+    with pytest.raises(SystemExit) as exit_:  # a run that isn't refused raises nothing, and fails
+        runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
+    return exit_.value.code
+
+
+ERRORS = [
+    ("ppo", "--env-id CartPol-v1", "CartPole-v1"),
+    ("ppo", "--env-id CartPole-v7", "CartPole-v1"),
+    ("ppo", "--env-id cart!pole", "cart!pole"),
+    ("ppo", "--env-id no_such_module:CartPole-v1", "no_such_module"),
+    ("ppo", "--env-id Pendulum-v1", "ppo_continuous.py"),
+    ("ppo", "--env-id probe_envs:Spaces-v0 --env-kwargs kind sequence", "flatten"),
+    ("ppo", "--env-kwargs gravity_of_the_moon 1.6", "gravity_of_the_moon"),
+    ("ppo", "--num-envs 3 --num-steps 5 --num-minibatches 4", "num_minibatches"),
+    ("ppo", "--num-envs 2 --num-steps 4 --num-minibatches 8", "2 or more"),
+    ("ppo", "--num-envs 0", "num_envs"),
+    ("ppo", "--num-steps -1", "num_steps"),
+    ("ppo", "--num-minibatches 0", "num_minibatches"),
+    ("ppo", "--update-epochs 0", "update_epochs"),
+    ("ppo", "--learning-rate 0", "learning_rate"),
+    ("ppo", "--total-timesteps 0", "total_timesteps"),
+    ("ppo", "--num-envs 64 --total-timesteps 1000", "total_timesteps"),
+    ("ppo", "--seed -1", "seed"),
+    ("ppo", "--device cuda:99", "cuda:99"),
+    ("ppo", "--device gpu", "gpu"),
+    ("ppo_continuous", "--env-id HalfCheeta-v5", "HalfCheetah-v5"),
+    ("ppo_continuous", "--env-id CartPole-v1", "ppo.py"),
+    ("ppo_continuous", "--env-id probe_envs:Unbounded-v0", "bounds"),
+    ("ppo_continuous", "--env-kwargs legs 5", "legs"),
+    ("ppo_atari", "--env-id ALE/Pongg-v5", "ALE/Pong-v5"),
+    ("ppo_atari", "--env-id CartPole-v1", "ppo.py"),
+    ("ppo_atari", "--env-kwargs legs 5", "legs"),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "expected"), ERRORS)
+def test_bad_input(
+    name: str,
+    flags: str,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    folder: Path,
+) -> None:
+    """Bad input ends in one sentence with what to do, exit status 2, and no run folder."""
+    assert run(name, flags, monkeypatch) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith(f"{name}.py: ")
+    assert expected in lines[-1]
+    assert len([line for line in lines if "Warn" not in line and "logger" not in line]) == 1
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+def test_a_game_of_another_script(name: str, folder: Path) -> None:
+    """An Atari game is sent to its script (in a process where no other script is imported)."""
+    command = [sys.executable, ROOT / f"{name}.py", "--env-id", "ALE/Pong-v5"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "ppo_atari.py" in done.stderr.splitlines()[-1]
+    assert list(folder.iterdir()) == []
+
+
+def test_unknown_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, folder: Path
+) -> None:
+    """So does a flag that isn't there."""
+    assert run("ppo", "--learning-rat 1", monkeypatch) == 2
+    assert "learning-rat" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "module", "expected"),
+    [
+        ("ppo", "--track", "wandb", "pip install wandb"),
+        ("ppo", "--env-id LunarLander-v3", "Box2D", "gymnasium[box2d]"),
+        ("ppo_continuous", "--env-id Hopper-v5", "mujoco", "gymnasium[mujoco]"),
+    ],
+)
+def test_missing_package(name: str, flags: str, module: str, expected: str, folder: Path) -> None:
+    """A package that isn't installed is named, with the command that installs it."""
+    code = (
+        f"import sys, runpy; sys.modules[{module!r}] = None; sys.argv = {['x', *flags.split()]}; "
+    )
+    code += f"runpy.run_path({str(ROOT / f'{name}.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert expected in done.stderr.splitlines()[-1]
+    assert "pip install" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_track(folder: Path) -> None:
+    """Weights & Biases, offline, gets the scalars too: every episode and every iteration."""
+    command = [sys.executable, ROOT / "ppo.py", "--track", "--total-timesteps", "1024"]
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    (record,) = folder.glob("wandb/offline-run-*/*.wandb")
+    content = record.read_bytes()
+    episodes = len(scalars("charts/episodic_return"))
+    assert content.count(b"charts/episodic_return") >= episodes
+    assert content.count(b"losses/approx_kl") >= 2
+    assert b"global_step" in content
+
+
+def test_env_kwargs() -> None:
+    """Keywords for the environment arrive with the types that they look like."""
+    command = [sys.executable, ROOT / "ppo.py", "--env-id", "FrozenLake-v1", "--env-kwargs"]
+    flags = "is_slippery False map_name 8x8 --total-timesteps 1024"
+    subprocess.run([*command, *flags.split()], check=True, capture_output=True)
+    (run,) = Path("runs").iterdir()
+    text = (next(run.iterdir())).read_bytes()
+    assert b"{'is_slippery': False, 'map_name': '8x8'}" in text
