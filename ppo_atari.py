@@ -116,6 +116,9 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     A game that is over is reset in the same step; `info["final_obs"]` has its last observation.
     Raises `UsageError` where the environment doesn't exist or isn't one for this script.
     """
+    spec = gym.registry.get(args.env_id)
+    if spec and spec.vector_entry_point != "ale_py.vector_env:AtariVectorEnv":
+        raise UsageError(f"{args.env_id} is no ALE/...-v5 game: use ppo.py or ppo_continuous.py")
     # ALE skips 4 frames and takes the maximum of the last two (details 15 and 16), presses no-op
     # and fire after a reset (14 and 18), and scales, greys and stacks the screens (19 and 21).
     envs = make_vec(
@@ -126,9 +129,6 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
         frameskip=4,
         reward_clipping=False,
     )
-    if not isinstance(envs, ale_py.AtariVectorEnv):
-        envs.close()
-        raise UsageError(f"{args.env_id} is no Atari game: use ppo.py or ppo_continuous.py")
     return LostLifeTerminates(RecordEpisodeStatistics(envs))
 
 

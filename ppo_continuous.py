@@ -185,7 +185,7 @@ class Agent(nn.Module):
     def normalize(self, obs: Tensor) -> Tensor:
         """Observations in units of the standard deviations seen so far (details 27 and 28)."""
         mean, var = self.obs_statistics.mean, self.obs_statistics.var
-        return nn.functional.batch_norm(obs, mean, var, eps=1e-8).clamp(-10, 10)
+        return nn.functional.batch_norm(obs.float(), mean, var, eps=1e-8).clamp(-10, 10)
 
     def sample_noise(self, *shape: int) -> Tensor:
         """Gaussian noise for `act`, (*shape, k)."""
@@ -224,7 +224,7 @@ class Agent(nn.Module):
 
         Only now, so that the policy is the same function throughout a rollout and its update.
         """
-        self.obs_statistics.update(obs.flatten(0, 1))
+        self.obs_statistics.update(obs.flatten(0, 1).float())
         return {"charts/policy_std": self.log_std.exp().mean().item()}
 
 
