@@ -7,7 +7,7 @@ Actions: Discrete, MultiDiscrete or MultiBinary. Observations: whatever flattens
     python ppo.py --env-id FrozenLake-v1 --env-kwargs is_slippery False
     tensorboard --logdir runs
 
-"Detail n" is number n of "The 37 Implementation Details of Proximal Policy Optimization" (Huang
+"Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization" (Huang
 et al. 2022). `diff ppo.py ppo_continuous.py` shows what continuous actions change.
 """
 
@@ -176,7 +176,7 @@ class Agent(nn.Module):
         return self.critic(obs.float()).squeeze(-1)
 
     def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, ...]:
-        """Log-probability and entropy, summed over the k choices, and value, each (B,)."""
+        """Log-probability and entropy, summed over the k choices (detail 37), and value, (B,)."""
         logprobs = self.logits(obs).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum((-1, -2))
         return logprobs.gather(-1, actions[..., None]).sum((-1, -2)), entropy, self.value(obs)

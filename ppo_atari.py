@@ -7,7 +7,7 @@ Actions: the buttons of Atari 2600 games. Observations: the last four screens, 8
     python ppo_atari.py --env-id ALE/Pong-v5 --repeat-action-probability 0.25    # sticky actions
     tensorboard --logdir runs
 
-"Detail n" is number n of "The 37 Implementation Details of Proximal Policy Optimization" (Huang
+"Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization" (Huang
 et al. 2022). `diff ppo.py ppo_atari.py` shows what pixels change.
 """
 
@@ -95,7 +95,7 @@ def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
 
 
 class LostLifeTerminates(gym.vector.VectorWrapper):
-    """Report a lost life as a termination, and play on (detail 17)."""
+    """Report a lost life as a termination, and play on (detail 16)."""
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         """Reset the games."""
@@ -119,8 +119,8 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     spec = gym.registry.get(args.env_id)
     if spec and spec.vector_entry_point != "ale_py.vector_env:AtariVectorEnv":
         raise UsageError(f"{args.env_id} is no ALE/...-v5 game: use ppo.py or ppo_continuous.py")
-    # ALE skips 4 frames and takes the maximum of the last two (details 15 and 16), presses no-op
-    # and fire after a reset (14 and 18), and scales, greys and stacks the screens (19 and 21).
+    # ALE skips 4 frames and takes the maximum of the last two (detail 15), presses no-op and
+    # fire after a reset (14 and 17), and scales, greys and stacks the screens (18 and 20).
     envs = make_vec(
         args,
         vectorization_mode="vector_entry_point",
@@ -140,7 +140,7 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
 
 
 class Agent(nn.Module):
-    """Actor and critic on the network of Mnih et al. 2015 (detail 20); B is the batch's size."""
+    """Actor and critic on the network of Mnih et al. 2015 (detail 21); B is the batch's size."""
 
     def __init__(self, envs: gym.vector.VectorEnv) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ Actions: Box, with finite bounds. Observations: whatever flattens to a vector.
     python ppo_continuous.py --env-id Pendulum-v1 --env-kwargs g 9.81
     tensorboard --logdir runs
 
-"Detail n" is number n of "The 37 Implementation Details of Proximal Policy Optimization" (Huang
+"Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization" (Huang
 et al. 2022). `diff ppo.py ppo_continuous.py` shows what continuous actions change.
 """
 
@@ -115,7 +115,7 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
             "can't be flattened: wrap it" if bounded else "needs ppo.py, or bounds of its actions"
         )
         raise UsageError(f"{args.env_id} {what}; it has {obs_space} to observe and {space} to do")
-    # The policy's -1 .. 1 stand for the bounds; beyond them, actions are clipped (detail 26).
+    # The policy's -1 .. 1 stand for the bounds; beyond them, actions are clipped (detail 27).
     low, high, shape, dtype = space.low, space.high, envs.action_space.shape, space.dtype
     middle, half_range = (low + high) / 2, (high - low) / 2
 
@@ -164,7 +164,7 @@ class RunningStatistics(nn.Module):
 
 
 class Agent(nn.Module):
-    """Separate actor and critic (detail 13); in its shapes, B is the batch and k the actions."""
+    """Separate actor and critic (detail 26); in its shapes, B is the batch and k the actions."""
 
     def __init__(self, envs: gym.vector.VectorEnv) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Agent(nn.Module):
         self.discounted_returns = np.zeros(envs.num_envs, np.float32)
 
     def normalize(self, obs: Tensor) -> Tensor:
-        """Observations in units of the standard deviations seen so far (details 27 and 28)."""
+        """Observations in units of the standard deviations seen so far (details 28 and 29)."""
         mean, var = self.obs_statistics.mean, self.obs_statistics.var
         return nn.functional.batch_norm(obs.float(), mean, var, eps=1e-8).clamp(-10, 10)
 
@@ -192,7 +192,7 @@ class Agent(nn.Module):
         return torch.randn(*shape, *self.log_std.shape, device=self.log_std.device)
 
     def act(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-        """Actions, (B, k): the most probable or, with noise, random ones (detail 23)."""
+        """Actions, (B, k): the most probable or, with noise, a sample (detail 23)."""
         return self.actor(self.normalize(obs)) + self.log_std.exp() * noise
 
     def value(self, obs: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class Agent(nn.Module):
 
     def scale_rewards(self, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
         """The rewards to learn from, (num_steps, num_envs): here, in units of the standard
-        deviation of the discounted return so far, which restarts with each episode (29 and 30).
+        deviation of the discounted return so far, which restarts with each episode (30 and 31).
         """
         returns = np.zeros_like(rewards)
         for t in range(len(rewards)):
