@@ -188,12 +188,14 @@ class Agent(nn.Module):
         return nn.functional.batch_norm(obs.float(), mean, var, eps=1e-8).clamp(-10, 10)
 
     def sample_noise(self, *shape: int) -> Tensor:
-        """Gaussian noise for `act`, (*shape, k)."""
-        return torch.randn(*shape, *self.log_std.shape, device=self.log_std.device)
+        """Gaussian noise for `act`, of the policy's standard deviation, (*shape, k)."""
+        with torch.no_grad():
+            std = self.log_std.exp()
+            return std * torch.randn(*shape, *std.shape, device=std.device)
 
     def act(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         """Actions, (B, k): the most probable or, with noise, a sample (detail 23)."""
-        return self.actor(self.normalize(obs)) + self.log_std.exp() * noise
+        return self.actor(self.normalize(obs)) + noise
 
     def value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
