@@ -1,0 +1,48 @@
+"""Print the README's tables of learning results and speed from benchmark/results.
+
+python benchmark/report.py
+"""
+
+import statistics
+from collections import defaultdict
+
+from run import read
+
+PUBLISHED = {  # CleanRL's documentation, mean ± std of 3 seeds; MuJoCo on the v4 environments
+    "CartPole-v1": "490 ± 6",
+    "Acrobot-v1": "-86.4 ± 1.3",
+    "HalfCheetah-v5": "1443 ± 46",
+    "Hopper-v5": "2383 ± 272",
+    "InvertedDoublePendulum-v5": "7350 to 9230",
+    "ALE/Pong-v5": "20.4 after 10M steps",
+}
+
+
+def main() -> None:
+    """Print both tables, in Markdown."""
+    groups = defaultdict(list)
+    for row in read("runs.csv"):
+        groups[row["script"], row["env_id"], row["flags"], row["steps"]].append(row)
+    print("| environment | command | steps | seeds | ours | lowest .. highest | published |")
+    print("|---|---|---|---|---|---|---|")
+    for (script, env_id, flags, steps), rows in groups.items():
+        scores = [float(row["score"]) for row in rows]
+        spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
+        command = f"`{script} --env-id {env_id} {flags}".strip() + "`"
+        print(
+            f"| {env_id} | {command} | {int(steps):,} | {len(rows)} "
+            f"| {statistics.mean(scores):.1f}{spread} | {min(scores):.1f} .. {max(scores):.1f} "
+            f"| {PUBLISHED.get(env_id, '')} |"
+        )
+    print("\n| environment | ours, steps/s | Stable-Baselines3 | ratio | rounds |")
+    print("|---|---|---|---|---|")
+    groups = defaultdict(list)
+    for row in read("speed.csv"):
+        groups[row["env_id"], row["commit"]].append(row)
+    for (env_id, _), rows in groups.items():
+        ours, peer = (statistics.median(float(r[key]) for r in rows) for key in ("ours", "sb3"))
+        print(f"| {env_id} | {ours:,.0f} | {peer:,.0f} | {ours / peer:.2f} | {len(rows)} |")
+
+
+if __name__ == "__main__":
+    main()
