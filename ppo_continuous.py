@@ -107,13 +107,11 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     vector_kwargs = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
     mode = {"vectorization_mode": args.vectorization, "vector_kwargs": vector_kwargs}
     envs = make_vec(args, **mode, wrappers=[flatten])
-    space, obs_space = envs.single_action_space, envs.single_observation_space
-    bounded = isinstance(space, Box) and space.is_bounded()
-    if not bounded or not isinstance(obs_space, Box):
+    obs_space, space = envs.single_observation_space, envs.single_action_space
+    usable = isinstance(space, Box) and space.is_bounded()
+    if not usable or not isinstance(obs_space, Box):
         envs.close()
-        what = (
-            "can't be flattened: wrap it" if bounded else "needs ppo.py, or bounds of its actions"
-        )
+        what = "needs wrapping, to be flattened" if usable else "needs ppo.py, or action bounds"
         raise UsageError(f"{args.env_id} {what}; it has {obs_space} to observe and {space} to do")
     # The policy's -1 .. 1 stand for the bounds; beyond them, actions are clipped (detail 27).
     low, high, shape, dtype = space.low, space.high, envs.action_space.shape, space.dtype
@@ -135,7 +133,7 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
 
 
 class MLP(nn.Sequential):
-    """A chain of layers, without the cost of `nn.Module.__call__`: that of a third of the rest."""
+    """A chain of layers without `nn.Module.__call__`, which takes a third of the time here."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, inputs) to (B, outputs)."""
