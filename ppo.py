@@ -86,7 +86,7 @@ def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
         raise UsageError(f"there is no environment {name} here; {hint}") from None
     except (gym.error.Error, ImportError) as error:  # names a missing package's pip command
         raise UsageError(f"cannot make {args.env_id}: {error}") from error
-    except TypeError as error:
+    except Exception as error:
         if not args.env_kwargs:
             raise
         raise UsageError(f"{args.env_id} refuses env_kwargs {args.env_kwargs}: {error}") from error
@@ -99,19 +99,17 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     Raises `UsageError` where the environment doesn't exist or isn't one for this script.
     """
 
-    def flatten(env: gym.Env) -> gym.Env:
-        is_vector = isinstance(env.observation_space, Box) and len(env.observation_space.shape) == 1
-        return env if is_vector else gym.wrappers.FlattenObservation(env)
-
     vector_kwargs = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
     mode = {"vectorization_mode": args.vectorization, "vector_kwargs": vector_kwargs}
-    envs = make_vec(args, **mode, wrappers=[flatten])
+    # Flattening copies, too: an environment may overwrite its last observation in the reset.
+    envs = make_vec(args, **mode, wrappers=[gym.wrappers.FlattenObservation])
     obs_space, space = envs.single_observation_space, envs.single_action_space
     usable = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
     if not usable or not isinstance(obs_space, Box):
         envs.close()
-        what = "needs wrapping, to be flattened" if usable else "needs ppo_continuous.py"
-        raise UsageError(f"{args.env_id} {what}; it has {obs_space} to observe and {space} to do")
+        wrap = "a wrapper, for discrete actions and observations that flatten"
+        need = "ppo_continuous.py" if isinstance(space, Box) else wrap
+        raise UsageError(f"{args.env_id} needs {need}: it has {obs_space} and {space}")
     # One mechanism for the three: k choices at once, the i-th of nvec[i] values, counted from 0.
     nvec = [space.n] if isinstance(space, Discrete) else np.full(space.shape, 2)
     nvec = np.ravel(getattr(space, "nvec", nvec))
@@ -271,9 +269,12 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
 
 def check_args(args: Args) -> torch.device:
     """The device to train on. Raises `UsageError` if it isn't there or the sizes can't work."""
-    for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"):
+    positive = "num_envs num_steps num_minibatches update_epochs learning_rate clip_coef"
+    for name in positive.split():
         if getattr(args, name) <= 0:
             raise UsageError(f"{name} is {getattr(args, name)}, and must be above 0")
+    if not 0 <= args.gamma <= 1 or not 0 <= args.gae_lambda <= 1:
+        raise UsageError("gamma and gae_lambda must be from 0 to 1")
     if not 0 <= args.seed < 2**32 or args.num_threads < 0:
         raise UsageError("seed and num_threads must not be negative, nor seed reach 2**32")
     batch_size = args.num_envs * args.num_steps
@@ -323,7 +324,10 @@ def train(args: Args) -> float:
             except ImportError:
                 raise UsageError("--track needs Weights & Biases: pip install wandb") from None
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb_run = wandb.init(**project, name=run_name, config=asdict(args))
+            try:
+                wandb_run = wandb.init(**project, name=run_name, config=asdict(args))
+            except wandb.Error as error:
+                raise UsageError(f"--track failed at Weights & Biases: {error}") from error
             wandb_run.define_metric("*", step_metric="global_step")
             on_exit.callback(wandb_run.finish)
         writer = on_exit.enter_context(SummaryWriter(f"runs/{run_name}"))
@@ -339,10 +343,9 @@ def train(args: Args) -> float:
 
         # The rollout is kept on the host, where environments and advantages need it.
         space, action_space = envs.single_observation_space, envs.single_action_space
-        shape, obs_dtype = (args.num_steps, args.num_envs), np.float32
-        if space.dtype == np.uint8:
-            obs_dtype = np.uint8
-        obs = np.zeros((args.num_steps + 1, args.num_envs, *space.shape), obs_dtype)
+        shape = (args.num_steps, args.num_envs)
+        dtype = np.uint8 if space.dtype == np.uint8 else np.float32
+        obs = np.zeros((shape[0] + 1, shape[1], *space.shape), dtype)
         obs_rows = torch.from_numpy(obs).unbind()  # views of the same memory
         actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
         rewards = np.zeros(shape, np.float32)
@@ -386,7 +389,7 @@ def train(args: Args) -> float:
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             tensors = (torch.as_tensor(x, device=device) for x in (obs, actions))
             rollout = Rollout(*tensors, scaled_rewards, terminations, dones, final_obs)
-            batch = make_batch(agent, rollout, args)
+            first = batch = make_batch(agent, rollout, args)
             metrics, grad_norms = [], []
             for epoch in range(args.update_epochs):
                 if args.recompute_advantages and epoch > 0:
@@ -400,26 +403,27 @@ def train(args: Args) -> float:
                     optimizer.step()
                     metrics.append(means)
                     grad_norms.append(norm)
-                epoch_means = torch.stack(metrics[-args.num_minibatches :]).mean(0)
-                if args.target_kl and epoch_means[METRICS.index("approx_kl")] > args.target_kl:
-                    break
+                if args.target_kl is not None:
+                    means = torch.stack(metrics[-args.num_minibatches :]).mean(0)
+                    if means[METRICS.index("approx_kl")] > args.target_kl:
+                        break
 
             # --------------------------------------- log ---------------------------------------
             score = float(np.mean(last_returns)) if last_returns else score
             sps = global_step / (time.perf_counter() - start_time)
             losses = torch.stack(metrics).mean(0).tolist()
-            residual = batch.returns - batch.values
+            residual = first.returns - first.values
             log(
                 {f"losses/{name}": x for name, x in zip(METRICS, losses, strict=True)}
                 | agent.finish_iteration(rollout.obs[:-1])
                 | {
                     "losses/grad_norm": float(torch.stack(grad_norms).mean()),
-                    "losses/explained_variance": 1 - float(residual.var() / batch.returns.var()),
+                    "losses/explained_variance": 1 - float(residual.var() / first.returns.var()),
                     "charts/learning_rate": learning_rate,
                     "charts/SPS": sps,
-                    "debug/value": float(batch.values.mean()),
-                    "debug/value_target": float(batch.returns.mean()),
-                    "debug/advantage": float(batch.advantages.mean()),
+                    "debug/value": float(first.values.mean()),
+                    "debug/value_target": float(first.returns.mean()),
+                    "debug/advantage": float(first.advantages.mean()),
                 }
             )
             bar.update(batch_size)

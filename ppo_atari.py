@@ -28,6 +28,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from gymnasium.spaces import Discrete
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
@@ -88,7 +89,7 @@ def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
         raise UsageError(f"there is no environment {name} here; {hint}") from None
     except (gym.error.Error, ImportError) as error:  # names a missing package's pip command
         raise UsageError(f"cannot make {args.env_id}: {error}") from error
-    except TypeError as error:
+    except Exception as error:
         if not args.env_kwargs:
             raise
         raise UsageError(f"{args.env_id} refuses env_kwargs {args.env_kwargs}: {error}") from error
@@ -106,7 +107,8 @@ class LostLifeTerminates(gym.vector.VectorWrapper):
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
         """Step the games; after one is over, its `lives` are already those of the next."""
         obs, rewards, terminations, truncations, info = self.env.step(actions)
-        terminations, self.lives = terminations | (info["lives"] < self.lives), info["lives"].copy()
+        lost = (info["lives"] < self.lives) & ~truncations
+        terminations, self.lives = terminations | lost, info["lives"].copy()
         return obs, rewards, terminations, truncations, info
 
 
@@ -116,9 +118,11 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     A game that is over is reset in the same step; `info["final_obs"]` has its last observation.
     Raises `UsageError` where the environment doesn't exist or isn't one for this script.
     """
-    spec = gym.registry.get(args.env_id)
-    if spec and spec.vector_entry_point != "ale_py.vector_env:AtariVectorEnv":
-        raise UsageError(f"{args.env_id} is no ALE/...-v5 game: use ppo.py or ppo_continuous.py")
+    if not args.env_id.split(":")[-1].startswith("ALE/"):
+        games = "ALE/...-v5 games, such as ALE/Breakout-v5"
+        raise UsageError(f"{args.env_id} is none of the {games}: use ppo.py or ppo_continuous.py")
+    if not 0 <= args.repeat_action_probability <= 1:
+        raise UsageError("repeat_action_probability must be from 0 to 1")
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), presses no-op and
     # fire after a reset (14 and 17), and scales, greys and stacks the screens (18 and 20).
     envs = make_vec(
@@ -129,6 +133,11 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
         frameskip=4,
         reward_clipping=False,
     )
+    obs_space, space = envs.single_observation_space, envs.single_action_space
+    if obs_space.shape != (4, 84, 84) or not isinstance(space, Discrete):
+        envs.close()
+        made = f"env_kwargs {args.env_kwargs} make {obs_space} and {space}"
+        raise UsageError(f"{made}, which the network isn't for: drop the keyword that does")
     return LostLifeTerminates(RecordEpisodeStatistics(envs))
 
 
@@ -162,7 +171,8 @@ class Agent(nn.Module):
 
     def features(self, obs: Tensor) -> Tensor:
         """What actor and critic share, (B, 512), of observations scaled to 0 .. 1 (detail 22)."""
-        return self.network(obs.to(torch.float32, memory_format=torch.channels_last).div_(255))
+        obs = obs.to(torch.float32, copy=True, memory_format=torch.channels_last)
+        return self.network(obs.div_(255))
 
     def sample_noise(self, *shape: int) -> Tensor:
         """Gumbel noise for `act`, (*shape, number of actions)."""
@@ -275,9 +285,12 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
 
 def check_args(args: Args) -> torch.device:
     """The device to train on. Raises `UsageError` if it isn't there or the sizes can't work."""
-    for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"):
+    positive = "num_envs num_steps num_minibatches update_epochs learning_rate clip_coef"
+    for name in positive.split():
         if getattr(args, name) <= 0:
             raise UsageError(f"{name} is {getattr(args, name)}, and must be above 0")
+    if not 0 <= args.gamma <= 1 or not 0 <= args.gae_lambda <= 1:
+        raise UsageError("gamma and gae_lambda must be from 0 to 1")
     if not 0 <= args.seed < 2**32 or args.num_threads < 0:
         raise UsageError("seed and num_threads must not be negative, nor seed reach 2**32")
     batch_size = args.num_envs * args.num_steps
@@ -327,7 +340,10 @@ def train(args: Args) -> float:
             except ImportError:
                 raise UsageError("--track needs Weights & Biases: pip install wandb") from None
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb_run = wandb.init(**project, name=run_name, config=asdict(args))
+            try:
+                wandb_run = wandb.init(**project, name=run_name, config=asdict(args))
+            except wandb.Error as error:
+                raise UsageError(f"--track failed at Weights & Biases: {error}") from error
             wandb_run.define_metric("*", step_metric="global_step")
             on_exit.callback(wandb_run.finish)
         writer = on_exit.enter_context(SummaryWriter(f"runs/{run_name}"))
@@ -343,10 +359,9 @@ def train(args: Args) -> float:
 
         # The rollout is kept on the host, where environments and advantages need it.
         space, action_space = envs.single_observation_space, envs.single_action_space
-        shape, obs_dtype = (args.num_steps, args.num_envs), np.float32
-        if space.dtype == np.uint8:
-            obs_dtype = np.uint8
-        obs = np.zeros((args.num_steps + 1, args.num_envs, *space.shape), obs_dtype)
+        shape = (args.num_steps, args.num_envs)
+        dtype = np.uint8 if space.dtype == np.uint8 else np.float32
+        obs = np.zeros((shape[0] + 1, shape[1], *space.shape), dtype)
         obs_rows = torch.from_numpy(obs).unbind()  # views of the same memory
         actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
         rewards = np.zeros(shape, np.float32)
@@ -390,7 +405,7 @@ def train(args: Args) -> float:
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             tensors = (torch.as_tensor(x, device=device) for x in (obs, actions))
             rollout = Rollout(*tensors, scaled_rewards, terminations, dones, final_obs)
-            batch = make_batch(agent, rollout, args)
+            first = batch = make_batch(agent, rollout, args)
             metrics, grad_norms = [], []
             for epoch in range(args.update_epochs):
                 if args.recompute_advantages and epoch > 0:
@@ -404,26 +419,27 @@ def train(args: Args) -> float:
                     optimizer.step()
                     metrics.append(means)
                     grad_norms.append(norm)
-                epoch_means = torch.stack(metrics[-args.num_minibatches :]).mean(0)
-                if args.target_kl and epoch_means[METRICS.index("approx_kl")] > args.target_kl:
-                    break
+                if args.target_kl is not None:
+                    means = torch.stack(metrics[-args.num_minibatches :]).mean(0)
+                    if means[METRICS.index("approx_kl")] > args.target_kl:
+                        break
 
             # --------------------------------------- log ---------------------------------------
             score = float(np.mean(last_returns)) if last_returns else score
             sps = global_step / (time.perf_counter() - start_time)
             losses = torch.stack(metrics).mean(0).tolist()
-            residual = batch.returns - batch.values
+            residual = first.returns - first.values
             log(
                 {f"losses/{name}": x for name, x in zip(METRICS, losses, strict=True)}
                 | agent.finish_iteration(rollout.obs[:-1])
                 | {
                     "losses/grad_norm": float(torch.stack(grad_norms).mean()),
-                    "losses/explained_variance": 1 - float(residual.var() / batch.returns.var()),
+                    "losses/explained_variance": 1 - float(residual.var() / first.returns.var()),
                     "charts/learning_rate": learning_rate,
                     "charts/SPS": sps,
-                    "debug/value": float(batch.values.mean()),
-                    "debug/value_target": float(batch.returns.mean()),
-                    "debug/advantage": float(batch.advantages.mean()),
+                    "debug/value": float(first.values.mean()),
+                    "debug/value_target": float(first.returns.mean()),
+                    "debug/advantage": float(first.advantages.mean()),
                 }
             )
             bar.update(batch_size)

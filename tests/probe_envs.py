@@ -94,6 +94,24 @@ class Endless(Probe):
         return self.observe(), float(self.state == 1), False, self.steps == 4, {}
 
 
+class Overwriting(Probe):
+    """Counts to seven, then is cut; the one array that it returns is overwritten every time."""
+
+    buffer: np.ndarray
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        """Begin at 0."""
+        super().reset(**kwargs)
+        self.buffer = getattr(self, "buffer", np.zeros(1, np.float32))
+        self.buffer[:] = 0
+        return self.buffer, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Count."""
+        self.buffer += 1
+        return self.buffer, 1.0, False, self.buffer[0] == 7, {}
+
+
 class Choices(Probe):
     """Several choices at once; the reward is the share that is right, which the state decides."""
 
@@ -148,6 +166,18 @@ class Spaces(Probe):
         return self.observation_space.sample()
 
 
+class Unusable(Probe):
+    """Actions that no script, or only another one, can choose."""
+
+    def __init__(self, kind: str) -> None:
+        most = np.finfo(np.float32).max
+        self.action_space = {
+            "huge": Box(-most, most, (1,)),
+            "integer": Box(-128, 127, (1,), np.int8),
+            "dict": Dict({"a": Discrete(2)}),
+        }[kind]
+
+
 class Unbounded(Probe):
     """Continuous actions without bounds."""
 
@@ -155,17 +185,5 @@ class Unbounded(Probe):
         self.action_space = Box(-np.inf, np.inf, (1,))
 
 
-PROBES = (
-    Probe,
-    Observed,
-    Delayed,
-    Acted,
-    ActedAsObserved,
-    Endless,
-    Choices,
-    Bounded,
-    Spaces,
-    Unbounded,
-)
-for probe in PROBES:
+for probe in [Probe, *Probe.__subclasses__()]:
     gym.register(f"{probe.__name__}-v0", probe)

@@ -84,6 +84,25 @@ def test_a_time_limit_truncates() -> None:
     assert info["episode"]["l"][i] <= 100
 
 
+def test_a_time_limit_after_an_extra_life() -> None:
+    """A cut game is no termination, although the next one begins with fewer lives."""
+
+    class Games(gym.vector.VectorEnv):
+        num_envs = 2
+
+        def reset(self, **kwargs: Any) -> Any:
+            return None, {"lives": np.array([6, 6])}
+
+        def step(self, actions: Any) -> Any:
+            cut = np.array([True, False])
+            return None, None, np.zeros(2, bool), cut, {"lives": np.array([5, 5])}
+
+    envs = ppo_atari.LostLifeTerminates(Games())
+    envs.reset()
+    _, _, terminations, _, _ = envs.step(None)
+    assert terminations.tolist() == [False, True]
+
+
 def test_sticky_actions_are_off_by_default() -> None:
     """The same actions from the same start give the same screens; sticky actions give others."""
     screens = {}

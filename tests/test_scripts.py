@@ -119,13 +119,27 @@ ERRORS = [
     ("ppo", "--seed -1", "seed"),
     ("ppo", "--device cuda:99", "cuda:99"),
     ("ppo", "--device gpu", "gpu"),
+    ("ppo", "--gamma 1.1", "gamma"),
+    ("ppo", "--gae-lambda -0.1", "gae_lambda"),
+    ("ppo", "--clip-coef 0", "clip_coef"),
+    ("ppo", "--env-id FrozenLake-v1 --env-kwargs map_name 9x9", "9x9"),
+    ("ppo", "--env-id LunarLander-v3 --env-kwargs gravity 5", "gravity"),
+    ("ppo", "--env-id probe_envs:Unusable-v0 --env-kwargs kind dict", "wrapper"),
+    ("ppo_continuous", "--env-id probe_envs:Unusable-v0 --env-kwargs kind huge", "bounds"),
+    ("ppo_continuous", "--env-id probe_envs:Unusable-v0 --env-kwargs kind integer", "float"),
     ("ppo_continuous", "--env-id HalfCheeta-v5", "HalfCheetah-v5"),
     ("ppo_continuous", "--env-id CartPole-v1", "ppo.py"),
     ("ppo_continuous", "--env-id probe_envs:Unbounded-v0", "bounds"),
     ("ppo_continuous", "--env-kwargs legs 5", "legs"),
     ("ppo_atari", "--env-id ALE/Pongg-v5", "ALE/Pong-v5"),
     ("ppo_atari", "--env-id CartPole-v1", "ppo.py"),
+    ("ppo_atari", "--env-id gymnasium:CartPole-v1", "ppo.py"),
+    ("ppo_atari", "--env-id Breakout-v5", "ALE/Breakout-v5"),
+    ("ppo_atari", "--env-id BreakoutNoFrameskip-v4", "ALE/Breakout-v5"),
     ("ppo_atari", "--env-kwargs legs 5", "legs"),
+    ("ppo_atari", "--env-kwargs stack_num 3", "stack_num"),
+    ("ppo_atari", "--env-kwargs continuous True", "continuous"),
+    ("ppo_atari", "--repeat-action-probability 2", "repeat_action_probability"),
 ]
 
 
@@ -200,6 +214,20 @@ def test_track(folder: Path) -> None:
     assert content.count(b"charts/episodic_return") >= episodes
     assert content.count(b"losses/approx_kl") >= 2
     assert b"global_step" in content
+
+
+def test_track_without_an_account(folder: Path) -> None:
+    """Without a login, it says what Weights & Biases says, and writes no run."""
+    command = [sys.executable, ROOT / "ppo.py", "--track", "--total-timesteps", "1024"]
+    unset = {name: x for name, x in os.environ.items() if not name.startswith("WANDB")}
+    environment = unset | {"HOME": str(folder), "WANDB_MODE": "online"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Weights & Biases" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (folder / "runs").exists()
 
 
 def test_env_kwargs() -> None:

@@ -108,6 +108,21 @@ def test_truncated_episodes_count() -> None:
     assert score == pytest.approx(np.mean(returns[-100:]))
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize("script", [ppo, ppo_continuous])
+def test_final_observations(
+    script: Any, vectorization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an episode is cut, its last observation is kept, although the reset overwrites it."""
+    kept, rollout = [], script.Rollout
+    monkeypatch.setattr(script, "Rollout", lambda *x: kept.append(x[-1]) or rollout(*x))
+    kwargs = {"env_id": "probe_envs:Overwriting-v0", "vectorization": vectorization}
+    kwargs["env_kwargs"] = {"continuous": script is ppo_continuous}
+    script.train(script.Args(total_timesteps=128, num_envs=2, num_steps=64, **kwargs))
+    assert list(kept[0]) == [(t, i) for t in range(6, 64, 7) for i in (0, 1)]
+    assert {float(x[0]) for x in kept[0].values()} == {7.0}
+
+
 def test_score_of_no_episode() -> None:
     """Where no episode ended, the score is not a number."""
     args = ppo_continuous.Args(total_timesteps=128, num_steps=128, env_id="HalfCheetah-v5")
