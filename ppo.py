@@ -2,7 +2,7 @@
 
 Actions: Discrete, MultiDiscrete or MultiBinary. Observations: whatever flattens to a vector.
 
-    python ppo.py --env-id CartPole-v1        # half a minute, to a return of 475 to 500
+    python ppo.py --env-id CartPole-v1        # under a minute, to a return of 475 to 500
     python ppo.py --env-id Acrobot-v1 --seed 2
     python ppo.py --env-id FrozenLake-v1 --env-kwargs is_slippery False
     tensorboard --logdir runs
