@@ -99,7 +99,6 @@ def make_envs(args: Args) -> gym.vector.VectorEnv:
     One that finishes is reset in the same step; `info["final_obs"]` has its last observation.
     Raises `UsageError` where the environment doesn't exist or isn't one for this script.
     """
-
     vector_kwargs = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
     mode = {"vectorization_mode": args.vectorization, "vector_kwargs": vector_kwargs}
     # Flattening copies, too: an environment may overwrite its last observation in the reset.
