@@ -5,6 +5,8 @@ Actions: Box, with finite bounds. Observations: whatever flattens to a vector.
     python ppo_continuous.py --env-id HalfCheetah-v5    # minutes, to a return of 1500 or more
     python ppo_continuous.py --env-id Hopper-v5 --seed 2
     python ppo_continuous.py --env-id Pendulum-v1 --env-kwargs g 9.81
+    python ppo_continuous.py --resume runs/NAME    # go on with a run that was stopped or killed
+    python ppo_continuous.py --evaluate runs/NAME --capture-video
     tensorboard --logdir runs
 
 "Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization" (Huang
@@ -12,14 +14,17 @@ et al. 2022). `diff ppo.py ppo_continuous.py` shows what continuous actions chan
 """
 
 import contextlib
-import difflib
+import io
 import math
+import os
 import random
 import re
+import signal
 import sys
+import threading
 import time
 from collections import deque, namedtuple
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +34,7 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box
+from gymnasium.wrappers import RecordVideo
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, TransformAction
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
@@ -53,6 +59,12 @@ class Args:
     wandb_project_name: str = "ppo"  # project there
     wandb_entity: str | None = None  # team there
 
+    checkpoint_interval: int = 50  # iterations between checkpoints, 0: only one at the end
+    eval_episodes: int = 10  # greedy episodes to evaluate, after the training or with --evaluate
+    capture_video: bool = False  # record those episodes in the run's folder
+    resume: str | None = None  # go on with this run (its folder or its checkpoint)
+    evaluate: str | None = None  # train nothing, evaluate this run (its folder or its checkpoint)
+
     num_envs: int = 1  # environments stepped side by side
     num_steps: int = 2048  # steps of each environment in a rollout
     num_minibatches: int = 32  # minibatches that a rollout is split into
@@ -72,37 +84,48 @@ class Args:
 
 
 class UsageError(Exception):
-    """A mistake in the arguments, told in a sentence with the remedy in it."""
+    """What a user can put right, told in a sentence that says how; the exit status is 2."""
 
 
 def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
     """Call `gym.make_vec`; the mistakes that a user can make in it are raised as `UsageError`."""
     try:
         return gym.make_vec(args.env_id, num_envs=args.num_envs, **(kwargs | args.env_kwargs))
-    except gym.error.UnregisteredEnv:
-        name = args.env_id.split(":")[-1]
-        nearest = difflib.get_close_matches(name, gym.registry, n=1, cutoff=0)[0]
-        elsewhere = name.startswith("ALE/") and not nearest.startswith("ALE/")
-        hint = "its place is ppo_atari.py" if elsewhere else f"the nearest name is {nearest}"
-        raise UsageError(f"there is no environment {name} here; {hint}") from None
-    except (gym.error.Error, ImportError) as error:  # names a missing package's pip command
-        raise UsageError(f"cannot make {args.env_id}: {error}") from error
+    except (gym.error.Error, ImportError) as error:  # names a near id, or a package to install
+        hint = " Its script is ppo_atari.py." if "Namespace ALE" in str(error) else ""
+        raise UsageError(f"cannot make {args.env_id}: {error}{hint}") from error
     except Exception as error:
-        if not args.env_kwargs:
+        refused = [f"--env-kwargs {name} {value}" for name, value in args.env_kwargs.items()]
+        if "render_mode" in kwargs:
+            refused.append("--capture-video (MuJoCo may want MUJOCO_GL=egl or osmesa set)")
+        if not refused:
             raise
-        raise UsageError(f"{args.env_id} refuses env_kwargs {args.env_kwargs}: {error}") from error
+        refused = " or ".join(refused)
+        raise UsageError(f"{args.env_id} refuses {refused}: {error!r}; leave it out") from error
 
 
-def make_envs(args: Args) -> gym.vector.VectorEnv:
+def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.VectorEnv:
     """Make the environments: vectors to observe, actions around -1 .. 1, raw rewards.
 
     One that finishes is reset in the same step; `info["final_obs"]` has its last observation.
-    Raises `UsageError` where the environment doesn't exist or isn't one for this script.
+    With a `video_folder`, `eval_episodes` episodes are recorded there. Raises `UsageError` where
+    the environment doesn't exist, isn't one for this script, or cannot be rendered for a video.
     """
     vector_kwargs = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
     mode = {"vectorization_mode": args.vectorization, "vector_kwargs": vector_kwargs}
     # Flattening copies, too: an environment may overwrite its last observation in the reset.
-    envs = make_vec(args, **mode, wrappers=[gym.wrappers.FlattenObservation])
+    wrappers = [gym.wrappers.FlattenObservation]
+    if video_folder:
+
+        def record(env: gym.Env) -> gym.Env:
+            env.reset()
+            env.render()  # to fail here, before the training, where no renderer is
+            video = str(video_folder / f"video-{datetime.now():%Y%m%d-%H%M%S-%f}")
+            return RecordVideo(env, video, episode_trigger=lambda i: i < args.eval_episodes)
+
+        wrappers.append(record)
+        mode["render_mode"] = "rgb_array"
+    envs = make_vec(args, **mode, wrappers=wrappers)
     obs_space, space = envs.single_observation_space, envs.single_action_space
     usable = isinstance(space, Box) and space.dtype.kind == "f"
     usable = usable and np.abs([space.low, space.high]).max() < 1e9  # more means: no bounds
@@ -305,16 +328,18 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
     return Batch(*samples, logprobs, *targets.to(obs.device).flatten(1))
 
 
-def check_args(args: Args) -> torch.device:
-    """The device to train on. Raises `UsageError` if it isn't there or the sizes can't work."""
+def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
+    """Check sizes, set PyTorch up until `on_exit`, return the device. Raises `UsageError`."""
     positive = "num_envs num_steps num_minibatches update_epochs learning_rate clip_coef"
     for name in positive.split():
         if getattr(args, name) <= 0:
             raise UsageError(f"{name} is {getattr(args, name)}, and must be above 0")
     if not 0 <= args.gamma <= 1 or not 0 <= args.gae_lambda <= 1:
         raise UsageError("gamma and gae_lambda must be from 0 to 1")
-    if not 0 <= args.seed < 2**32 or args.num_threads < 0:
-        raise UsageError("seed and num_threads must not be negative, nor seed reach 2**32")
+    if min(args.seed, args.num_threads, args.checkpoint_interval, args.eval_episodes) < 0:
+        raise UsageError("seed, num_threads, checkpoint_interval, eval_episodes: none below 0")
+    if args.eval_episodes == 0 and (args.evaluate or args.capture_video):
+        raise UsageError("--evaluate and --capture-video need eval_episodes above 0")
     batch_size = args.num_envs * args.num_steps
     rollout = f"num_envs * num_steps = {args.num_envs} * {args.num_steps}"
     if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
@@ -327,50 +352,131 @@ def check_args(args: Args) -> torch.device:
     if device == "auto":
         backends = {"cuda": torch.cuda, "mps": torch.backends.mps}
         device = next((name for name, b in backends.items() if b.is_available()), "cpu")
+    on_exit.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(args.num_threads or torch.get_num_threads())
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.manual_seed(args.seed)
     try:
         return torch.zeros(0, device=device).device
     except (RuntimeError, AssertionError):
         raise UsageError(f"there is no device {device} here: use cpu, or auto to choose") from None
 
 
+def check_finite(where: str, **arrays: np.ndarray) -> None:
+    """Raise `UsageError` with the name of an array that isn't finite."""
+    for name, x in arrays.items():
+        if not np.isfinite(x).all():
+            hint = "mend the environment, or lower learning_rate; the checkpoint is from before"
+            raise UsageError(f"{name} became infinite or nan in {where}: {hint}")
+
+
+def load_checkpoint(run: str) -> tuple[Path, dict[str, Any]]:
+    """The path and the content of a run's checkpoint, given its folder or its file."""
+    path = Path(run, "checkpoint.pt") if Path(run).is_dir() else Path(run)
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        kind = type(error).__name__
+        raise UsageError(f"{path} is no checkpoint, or a damaged one ({kind})") from error
+    args = checkpoint.get("args") if isinstance(checkpoint, dict) else None
+    if not isinstance(args, dict) or args.keys() != asdict(Args()).keys():
+        raise UsageError(f"{path} is of another script or version: use the one that wrote it")
+    return path, checkpoint
+
+
+@torch.inference_mode()
+def evaluate(agent: Agent, envs: gym.vector.VectorEnv, args: Args) -> dict[str, float]:
+    """Play `eval_episodes` whole episodes greedily; print and return what their raw returns are.
+
+    `envs` is a single environment: if several raced for the episodes, short ones would win.
+    """
+    device, returns = next(agent.parameters()).device, []
+    obs, _ = envs.reset(seed=args.seed % 2**30)
+    while len(returns) < args.eval_episodes:
+        actions = agent.act(torch.as_tensor(obs).to(device))
+        obs, _, _, _, info = envs.step(actions.cpu().numpy())
+        if "episode" in info:
+            returns.append(float(info["episode"]["r"][0]))
+    mean, std, count = float(np.mean(returns)), float(np.std(returns)), len(returns)
+    print(f"{args.env_id}: greedy return {mean:.1f}, std {std:.1f}, over {count} episodes")
+    return {"eval/return": mean, "eval/return_std": std, "eval/episodes": count}
+
+
 def train(args: Args) -> float:
     """Train an agent; return the mean raw return of the last 100 training episodes, or nan.
 
-    Writes TensorBoard events to a new folder in `runs`. Raises `UsageError` before it does.
+    Writes TensorBoard events and `checkpoint.pt` to a new folder in `runs`, or to that of the run
+    `args.resume`. With `args.evaluate`, only evaluates that run, and returns the mean of that.
+    Raises `UsageError` for what a user can put right. A first SIGINT or SIGTERM ends the script
+    after the iteration and a checkpoint, a second one at once.
     """
     with contextlib.ExitStack() as on_exit:
         # --------------------------------------- set-up ---------------------------------------
-        device = check_args(args)
-        on_exit.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(args.num_threads or torch.get_num_threads())
-        for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-            set_seed(args.seed)
-        torch.backends.cudnn.deterministic = args.torch_deterministic
+        device = set_up(args, on_exit)
+        stamp = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+        run_name = re.sub("[/:]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}")
+        path, saved = Path("runs", run_name, "checkpoint.pt"), None
+        if args.resume or args.evaluate:
+            path, saved = load_checkpoint(args.resume or args.evaluate)
+        if args.resume:
+            free = {"resume", "device", "num_threads", "track", "eval_episodes", "capture_video"}
+            changed = {k for k, v in asdict(args).items() if v != saved["args"][k]} - free
+            if changed:
+                raise UsageError(f"{path} goes on as it began: leave out {', '.join(changed)}")
+            if saved["finished"]:
+                raise UsageError(f"{path} is of a finished run: evaluate it, or begin another")
 
-        envs = make_envs(args)
+        caught: list[int] = []
+
+        def catch(number: int, frame: Any) -> None:
+            caught.append(number)
+            for either in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(either, signal.SIG_DFL)  # a second one ends the process at once
+
+        catching = on_exit.enter_context(contextlib.ExitStack())
+        if threading.current_thread() is threading.main_thread():  # no other thread may
+            for either in (signal.SIGINT, signal.SIGTERM):
+                catching.callback(signal.signal, either, signal.signal(either, catch))
+
+        if args.eval_episodes:
+            video_folder = path.parent if args.capture_video else None
+            eval_envs = make_envs(replace(args, num_envs=1), video_folder)
+            on_exit.callback(eval_envs.close)
+        envs = eval_envs if args.evaluate else make_envs(args)
         on_exit.callback(envs.close)
         agent = Agent(envs).to(device)
         parameters = list(agent.parameters())
         optimizer = torch.optim.Adam(parameters, eps=1e-5, fused=True)  # detail 3
+        if saved:
+            try:
+                agent.load_state_dict(saved["agent"])
+                optimizer.load_state_dict(saved["optimizer"])
+            except (RuntimeError, ValueError) as error:
+                raise UsageError(f"{path} is for another environment or network") from error
+        if args.evaluate:
+            catching.close()
+            return evaluate(agent, eval_envs, args)["eval/return"]
 
-        stamp = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
-        run_name = re.sub("[/:]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}")
         wandb_run = None
         if args.track:
+            where = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            where |= {"name": path.parent.name, "id": path.parent.name, "resume": "allow"}
             try:
                 import wandb
+
+                wandb_run = wandb.init(**where, config=asdict(args))
             except ImportError:
                 raise UsageError("--track needs Weights & Biases: pip install wandb") from None
-            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            try:
-                wandb_run = wandb.init(**project, name=run_name, config=asdict(args))
             except wandb.Error as error:
                 raise UsageError(f"--track failed at Weights & Biases: {error}") from error
             wandb_run.define_metric("*", step_metric="global_step")
             on_exit.callback(wandb_run.finish)
-        writer = on_exit.enter_context(SummaryWriter(f"runs/{run_name}"))
-        table = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
-        writer.add_text("hyperparameters", f"|name|value|\n|-|-|\n{table}")
+        # What the run logged after its checkpoint is purged: it will be logged again.
+        purge_step = saved["step"] + 1 if saved else None
+        writer = on_exit.enter_context(SummaryWriter(path.parent, purge_step=purge_step))
+        if not saved:
+            table = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
+            writer.add_text("hyperparameters", f"|name|value|\n|-|-|\n{table}")
 
         def log(scalars: dict[str, float]) -> None:
             # As one event, which costs a tenth of an add_scalar for each.
@@ -389,15 +495,52 @@ def train(args: Args) -> float:
         rewards = np.zeros(shape, np.float32)
         terminations, dones = np.zeros(shape, bool), np.zeros(shape, bool)
 
-        global_step, score, last_returns = 0, float("nan"), deque(maxlen=100)
         batch_size = args.num_envs * args.num_steps
         num_iterations = args.total_timesteps // batch_size
-        bar = tqdm(total=num_iterations * batch_size, unit="step", unit_scale=True, disable=None)
-        on_exit.callback(bar.close)
-        env_seed = int(np.random.SeedSequence(args.seed).generate_state(1)[0]) // 4
-        obs[-1], _ = envs.reset(seed=env_seed)
+        interval = args.checkpoint_interval or num_iterations
+        progress = {"iteration": 0, "step": 0, "returns": [], "finished": False}
+        progress = {key: saved[key] for key in progress} if saved else progress
+        begin, global_step = progress["iteration"], progress["step"]
+        last_returns = deque(progress["returns"], maxlen=100)
+
+        def save() -> None:
+            # First to another file: at any moment, the one at path is whole.
+            writer.flush()
+            state = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"args": asdict(replace(args, resume=None)), **progress}
+            content, temporary = io.BytesIO(), path.with_suffix(".tmp")
+            torch.save(state, content)
+            try:
+                with temporary.open("wb") as file:
+                    file.write(content.getbuffer())
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+        def save_if_worker_died(kind: type, error: BaseException, trace: Any) -> None:
+            if isinstance(error, EOFError | ConnectionError) or (caught and kind is not SystemExit):
+                for process in getattr(envs.unwrapped, "processes", ()):
+                    process.kill()
+                envs.unwrapped.closed = True  # its other processes couldn't be closed
+                save()
+                died = f"an environment's process or connection died ({error!r})"
+                raise UsageError(f"{died}: go on with --resume {path.parent}") from error
+
+        on_exit.push(save_if_worker_died)
+        bar = {"total": num_iterations * batch_size, "initial": global_step, "disable": None}
+        bar = on_exit.enter_context(tqdm(**bar, unit="step", unit_scale=True))
         start_time = time.perf_counter()
-        for iteration in range(num_iterations):
+        for iteration in range(begin, num_iterations):
+            # Environments can't be saved. So that a resumed run goes the same way, every run starts
+            # them and the generators afresh at a scheduled checkpoint, in a way to be repeated.
+            if iteration == begin or iteration % interval == 0:
+                seeds = np.random.SeedSequence((args.seed, iteration)).generate_state(2).tolist()
+                for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+                    set_seed(seeds[0])
+                obs[-1], _ = envs.reset(seed=seeds[1] // 4)
+
             # ------------------------------------- rollout -------------------------------------
             # The policy stays the same throughout: draw all noise before, only act within, and
             # compute values and log-probabilities after, in one batch.
@@ -420,6 +563,11 @@ def train(args: Args) -> float:
                         log({tag + "return": episode["r"], tag + "length": episode["l"]})
 
             # --------------------------------- advantages, update ---------------------------------
+            is_due = (iteration + 1) % interval == 0
+            dones[-1] |= is_due  # the cut
+            where = f"iteration {iteration}, up to step {global_step:,}"
+            if obs.dtype != np.uint8:
+                check_finite(where, observation=obs, reward=rewards)
             learning_rate = args.learning_rate
             if args.anneal_lr:  # detail 4
                 learning_rate *= 1 - iteration / num_iterations
@@ -447,15 +595,17 @@ def train(args: Args) -> float:
                         break
 
             # --------------------------------------- log ---------------------------------------
-            score = float(np.mean(last_returns)) if last_returns else score
-            sps = global_step / (time.perf_counter() - start_time)
+            score = float(np.mean(last_returns)) if last_returns else float("nan")
+            sps = (global_step - begin * batch_size) / (time.perf_counter() - start_time)
             losses = torch.stack(metrics).mean(0).tolist()
+            grad_norm = torch.stack(grad_norms).mean().item()
+            check_finite(where, loss=losses, gradient=grad_norm)
             residual = first.returns - first.values
             log(
                 {f"losses/{name}": x for name, x in zip(METRICS, losses, strict=True)}
                 | agent.finish_iteration(rollout.obs[:-1])
                 | {
-                    "losses/grad_norm": float(torch.stack(grad_norms).mean()),
+                    "losses/grad_norm": grad_norm,
                     "losses/explained_variance": 1 - float(residual.var() / first.returns.var()),
                     "charts/learning_rate": learning_rate,
                     "charts/SPS": sps,
@@ -467,15 +617,43 @@ def train(args: Args) -> float:
             bar.update(batch_size)
             bar.set_postfix_str(f"return {score:.1f}", refresh=False)
 
-    summary = f"mean return {score:.1f} over the last {len(last_returns)} episodes"
-    speed = f"{global_step:,} steps in {global_step / sps:.1f} s, {sps:,.0f} steps/s"
-    print(f"{args.env_id}, seed {args.seed}: {summary}; {speed}; runs/{run_name}")
+            # ------------------------------------ checkpoint ------------------------------------
+            progress |= {"iteration": iteration + 1, "step": global_step}
+            progress["returns"] = list(last_returns)
+            if is_due or caught or iteration + 1 == num_iterations:
+                save()
+            if caught:
+                bar.close()
+                print(f"stopped: go on with --resume {path.parent}", file=sys.stderr)
+                sys.exit(128 + caught[0])
+        seconds = time.perf_counter() - start_time
+        catching.close()
+        bar.close()
+
+        # ------------------------------------- evaluation -------------------------------------
+        score = float(np.mean(last_returns)) if last_returns else float("nan")
+        summary = f"mean return {score:.1f} over the last {len(last_returns)} episodes"
+        if args.eval_episodes:
+            log(evaluate(agent, eval_envs, args))
+        progress["finished"] = True
+        save()
+    steps = global_step - begin * batch_size
+    speed = f"{steps:,} steps in {seconds:.1f} s, {steps / seconds:,.0f} steps/s"
+    print(f"{args.env_id}, seed {args.seed}: {summary}; {speed}; {path.parent}")
     return score
 
 
 if __name__ == "__main__":
+    # TensorBoard's thread on a full disk: the same error is raised here, too.
+    threading.excepthook = lambda hook: (
+        isinstance(hook.exc_value, OSError) or sys.excepthook(*hook[:3])
+    )
     try:
-        train(tyro.cli(Args))
-    except UsageError as error:
-        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
+        args = tyro.cli(Args)
+        if run := args.resume or args.evaluate:  # whose own arguments take the defaults' place
+            args = tyro.cli(Args, default=Args(**load_checkpoint(run)[1]["args"]))
+        train(args)
+    except (UsageError, OSError) as error:
+        kept = "; the last checkpoint is untouched" if isinstance(error, OSError) else ""
+        print(f"{Path(__file__).name}: {error}{kept}", file=sys.stderr)
         sys.exit(2)

@@ -16,6 +16,7 @@ SHORT = {
     "ppo_continuous": {"env_id": "Pendulum-v1", "total_timesteps": 2048, "num_steps": 512},
     "ppo_atari": {"total_timesteps": 256, "num_envs": 2, "num_steps": 64, "num_threads": 1},
 }
+SHORT = {name: args | {"eval_episodes": 0} for name, args in SHORT.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def train_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, flo
         with monkeypatch.context() as patch:
             make = script.Agent
             patch.setattr(script, "Agent", lambda envs: agents.append(make(envs)) or agents[-1])
-            score = script.train(script.Args(**kwargs))
+            score = script.train(script.Args(**{"eval_episodes": 0, **kwargs}))
         return agents[0], score
 
     return run

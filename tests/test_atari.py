@@ -10,7 +10,13 @@ from conftest import scalars
 
 import ppo_atari
 
-GAME = {"env_id": "ALE/Breakout-v5", "num_envs": 2, "num_threads": 1, "update_epochs": 1}
+GAME = {
+    "eval_episodes": 0,
+    "env_id": "ALE/Breakout-v5",
+    "num_envs": 2,
+    "num_threads": 1,
+    "update_epochs": 1,
+}
 
 
 def test_lives_and_games(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_the_rollout_was_sampled_from_the_policy(monkeypatch: pytest.MonkeyPatch
     """Actions follow the probabilities that the agent gives them: a chi-squared test."""
     batches, make_batch = [], ppo.make_batch
     monkeypatch.setattr(ppo, "make_batch", lambda *a: batches.append(make_batch(*a)) or batches[-1])
-    ppo.train(ppo.Args(total_timesteps=10_240, learning_rate=1e-3))
+    ppo.train(ppo.Args(eval_episodes=0, total_timesteps=10_240, learning_rate=1e-3))
     actions = torch.cat([batch.actions[:, 0] for batch in batches]).double()
     probability = torch.cat([batch.logprobs.exp() for batch in batches]).double()
     one = torch.where(actions == 1, probability, 1 - probability)
@@ -79,7 +79,7 @@ def test_every_sample_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The minibatches of an epoch are its samples, shuffled, and shuffled anew in the next."""
     seen, ppo_loss = [], ppo.ppo_loss
     monkeypatch.setattr(ppo, "ppo_loss", lambda *a: seen.append(a[1].obs.clone()) or ppo_loss(*a))
-    ppo.train(ppo.Args(total_timesteps=512, num_minibatches=8, update_epochs=3))
+    ppo.train(ppo.Args(eval_episodes=0, total_timesteps=512, num_minibatches=8, update_epochs=3))
     assert len(seen) == 24
     assert {len(minibatch) for minibatch in seen} == {64}
     epochs = [torch.cat(seen[i : i + 8]).tolist() for i in (0, 8, 16)]
@@ -90,7 +90,7 @@ def test_every_sample_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_episode_counts() -> None:
     """Episodes of one step, four of them ending in every step, are all recorded."""
-    score = ppo.train(ppo.Args(env_id="probe_envs:Probe-v0", total_timesteps=1024))
+    score = ppo.train(ppo.Args(eval_episodes=0, env_id="probe_envs:Probe-v0", total_timesteps=1024))
     returns, lengths = scalars("charts/episodic_return"), scalars("charts/episodic_length")
     assert [step for step, _ in returns] == [4 * (i // 4 + 1) for i in range(1024)]
     assert {value for _, value in returns} == {1.0} == {value for _, value in lengths}
@@ -100,7 +100,11 @@ def test_every_episode_counts() -> None:
 def test_truncated_episodes_count() -> None:
     """CartPole cut after ten steps has returns of ten, or less where the pole fell before."""
     kwargs = {"max_episode_steps": 10}
-    score = ppo.train(ppo.Args(env_kwargs=kwargs, total_timesteps=1024, num_envs=2, num_steps=256))
+    score = ppo.train(
+        ppo.Args(
+            eval_episodes=0, env_kwargs=kwargs, total_timesteps=1024, num_envs=2, num_steps=256
+        )
+    )
     returns = [value for _, value in scalars("charts/episodic_return")]
     assert returns.count(10.0) > 0.8 * len(returns)
     assert max(returns) == 10
@@ -118,21 +122,27 @@ def test_final_observations(
     monkeypatch.setattr(script, "Rollout", lambda *x: kept.append(x[-1]) or rollout(*x))
     kwargs = {"env_id": "probe_envs:Overwriting-v0", "vectorization": vectorization}
     kwargs["env_kwargs"] = {"continuous": script is ppo_continuous}
-    script.train(script.Args(total_timesteps=128, num_envs=2, num_steps=64, **kwargs))
+    script.train(
+        script.Args(eval_episodes=0, total_timesteps=128, num_envs=2, num_steps=64, **kwargs)
+    )
     assert list(kept[0]) == [(t, i) for t in range(6, 64, 7) for i in (0, 1)]
     assert {float(x[0]) for x in kept[0].values()} == {7.0}
 
 
 def test_score_of_no_episode() -> None:
     """Where no episode ended, the score is not a number."""
-    args = ppo_continuous.Args(total_timesteps=128, num_steps=128, env_id="HalfCheetah-v5")
+    args = ppo_continuous.Args(
+        eval_episodes=0, total_timesteps=128, num_steps=128, env_id="HalfCheetah-v5"
+    )
     assert np.isnan(ppo_continuous.train(args))
 
 
 def test_raw_rewards_are_reported() -> None:
     """Scaled rewards are learned from, but returns are the environment's own: here, 0 or 4."""
     kwargs = {"env_id": "probe_envs:Endless-v0", "env_kwargs": {"continuous": True}}
-    score = ppo_continuous.train(ppo_continuous.Args(total_timesteps=2048, **kwargs))
+    score = ppo_continuous.train(
+        ppo_continuous.Args(eval_episodes=0, total_timesteps=2048, **kwargs)
+    )
     returns = [value for _, value in scalars("charts/episodic_return")]
     assert len(returns) == 512
     assert set(returns) == {0.0, 4.0}
@@ -144,7 +154,7 @@ def test_no_state_is_left_behind() -> None:
     threads, torch_threads = threading.active_count(), torch.get_num_threads()
     torch.set_num_threads(2)
     for _ in range(2):
-        ppo.train(ppo.Args(total_timesteps=512))
+        ppo.train(ppo.Args(eval_episodes=0, total_timesteps=512))
         assert threading.active_count() == threads
         assert torch.get_num_threads() == 2
         assert torch.is_grad_enabled()
@@ -157,8 +167,8 @@ def test_no_state_is_left_behind() -> None:
 
 def test_learning_rate() -> None:
     """It falls linearly, to 0 after the last iteration, or stays."""
-    ppo.train(ppo.Args(total_timesteps=2048, exp_name="falls"))
-    ppo.train(ppo.Args(total_timesteps=2048, exp_name="stays", anneal_lr=False))
+    ppo.train(ppo.Args(eval_episodes=0, total_timesteps=2048, exp_name="falls"))
+    ppo.train(ppo.Args(eval_episodes=0, total_timesteps=2048, exp_name="stays", anneal_lr=False))
     runs = {run.name.split("__")[1]: run for run in Path("runs").iterdir()}
     falls = [rate for _, rate in scalars("charts/learning_rate", runs["falls"])]
     stays = [rate for _, rate in scalars("charts/learning_rate", runs["stays"])]
@@ -171,7 +181,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str, **kwargs: Any) -> in
     calls, function = [], getattr(ppo, name)
     with monkeypatch.context() as patch:
         patch.setattr(ppo, name, lambda *a: calls.append(1) or function(*a))
-        ppo.train(ppo.Args(total_timesteps=1024, **kwargs))
+        ppo.train(ppo.Args(eval_episodes=0, total_timesteps=1024, **kwargs))
     return len(calls)
 
 
@@ -216,4 +226,4 @@ def test_scalars() -> None:
 
 def test_cartpole_is_learned() -> None:
     """A fifth of the default run is enough for several times the return of chance, 22."""
-    assert ppo.train(ppo.Args(total_timesteps=100_000)) > 150
+    assert ppo.train(ppo.Args(eval_episodes=0, total_timesteps=100_000)) > 150

@@ -1,0 +1,130 @@
+"""Kill training runs at random moments, resume them, and compare them with undisturbed ones.
+
+    python benchmark/resume.py
+
+Each case is trained once undisturbed and once with `kills` SIGKILLs, at moments that are printed.
+The final weights, optimizer states, and all logged scalars but the clock's must be equal, bit for
+bit; one that is not ends the script with status 1. Rows go to benchmark/results/resume.csv.
+"""
+
+import csv
+import math
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from provenance import provenance
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = [
+    ("ppo.py", "--env-id CartPole-v1 --total-timesteps 200000 --checkpoint-interval 20"),
+    ("ppo.py", "--env-id LunarLander-v3 --total-timesteps 60000 --checkpoint-interval 10"),
+    ("ppo_continuous.py", "--env-id HalfCheetah-v5 --total-timesteps 40960"),
+    ("ppo_continuous.py", "--env-id BipedalWalker-v3 --total-timesteps 40960"),
+    ("ppo_atari.py", "--env-id ALE/Pong-v5 --total-timesteps 16384 --num-threads 1"),
+]
+SHORT = {
+    "ppo.py": "",
+    "ppo_continuous.py": "--num-steps 512 --num-minibatches 8 --checkpoint-interval 4",
+    "ppo_atari.py": "--num-steps 64 --checkpoint-interval 2 --eval-episodes 1",
+}
+
+
+@dataclass
+class Args:
+    """Kill, resume and compare."""
+
+    kills: int = 20  # kills of each case
+    shortest: float = 3.0  # least seconds of a process before it is killed; starting takes some
+    longest: float = 9.0  # most seconds
+    seed: int = 1  # of the moments
+    only: str = ""  # cases whose command contains this
+
+
+def content(folder: Path) -> tuple[dict[str, Any], dict[str, list[tuple[int, float]]]]:
+    """A run's last checkpoint and its scalars, without the clock's."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = set(events.Tags()["scalars"]) - {"charts/SPS"}
+    scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    return torch.load(folder / "checkpoint.pt", weights_only=True), scalars
+
+
+def differences(a: Any, b: Any, name: str = "") -> list[str]:
+    """The names of what is unequal in two nested structures; nan equals nan."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = sorted({*a, *b}, key=str)
+        return [x for key in keys for x in differences(a.get(key), b.get(key), f"{name}/{key}")]
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        return [x for i, pair in pairs for x in differences(*pair, f"{name}/{i}")]
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return [] if torch.equal(a, b) else [name]
+    both_nan = all(isinstance(x, float) and math.isnan(x) for x in (a, b))
+    return [] if a == b or both_nan else [name]
+
+
+def disturbed_run(
+    script: str, flags: list[str], folder: Path, kills: int, args: Args, rng: random.Random
+) -> tuple[Path, list[str]]:
+    """Train in `folder` with up to `kills` kills; return the run's folder and the kills made."""
+    made = []
+    while True:
+        checkpoint = next(folder.glob("runs/*/checkpoint.pt"), None)
+        begin = ["--resume", str(checkpoint.parent)] if checkpoint else flags
+        process = subprocess.Popen([sys.executable, ROOT / script, *begin], cwd=folder)
+        try:
+            seconds = rng.uniform(args.shortest, args.longest) if len(made) < kills else None
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            step = torch.load(checkpoint, weights_only=True)["step"] if checkpoint else 0
+            made.append(f"{seconds:.2f} s after step {step}")
+            print(f"  killed {made[-1]}", flush=True)
+            continue
+        if process.returncode:
+            sys.exit(f"{script} {' '.join(begin)} ended with status {process.returncode}")
+        return next(folder.glob("runs/*/checkpoint.pt")).parent, made
+
+
+def main(args: Args) -> int:
+    """Run the cases, and append them to the results; return how many differed."""
+    rows = []
+    for script, command in CASES:
+        if args.only not in f"{script} {command}":
+            continue
+        print(script, command, flush=True)
+        rng, flags = random.Random(args.seed), [*command.split(), *SHORT[script].split()]
+        with tempfile.TemporaryDirectory() as folder:
+            whole, _ = disturbed_run(script, flags, Path(folder), 0, args, rng)
+            expected, kills, different = content(whole), [], []
+            while len(kills) < args.kills:
+                with tempfile.TemporaryDirectory() as other:
+                    left = args.kills - len(kills)
+                    run, made = disturbed_run(script, flags, Path(other), left, args, rng)
+                    kills += made
+                    different += differences(expected, content(run))
+        command = " ".join(["python", script, *flags])
+        rows.append({"command": command, "seed": args.seed, "kills": len(kills)})
+        rows[-1] |= {"different": " ".join(different), "moments": "; ".join(kills)}
+        print(f"  {len(kills)} kills, different: {different or 'nothing'}", flush=True)
+    results = ROOT / "benchmark/results/resume.csv"
+    new = not results.exists()
+    with results.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *provenance()])
+        if new:
+            writer.writeheader()
+        writer.writerows(row | provenance() for row in rows)
+    return sum(bool(row["different"]) for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(tyro.cli(Args))))
