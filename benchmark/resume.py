@@ -86,10 +86,13 @@ def disturbed_run(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            step = torch.load(checkpoint, weights_only=True)["step"] if checkpoint else 0
-            made.append(f"{seconds:.2f} s after step {step}")
+            checkpoint = next(folder.glob("runs/*/checkpoint.pt"), None)
+            saved = torch.load(checkpoint, weights_only=True) if checkpoint else {"step": 0}
+            made.append(f"after {seconds:.2f} s, checkpoint of step {saved['step']}")
             print(f"  killed {made[-1]}", flush=True)
-            continue
+            if not saved.get("finished"):
+                continue
+            return checkpoint.parent, made
         if process.returncode:
             sys.exit(f"{script} {' '.join(begin)} ended with status {process.returncode}")
         return next(folder.glob("runs/*/checkpoint.pt")).parent, made

@@ -1,5 +1,6 @@
 """Small environments whose values and best policies are known, registered when imported."""
 
+import os
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -183,6 +184,53 @@ class Unbounded(Probe):
 
     def __init__(self) -> None:
         self.action_space = Box(-np.inf, np.inf, (1,))
+
+
+class Dies(Probe):
+    """Kills the process it is in, after some steps of an environment."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def reward(self, action: Any) -> float:
+        """Nothing, in the end."""
+        self.left -= 1
+        if self.left == 0:
+            os._exit(1)
+        return 0.0
+
+
+class Alternating(Probe):
+    """Episodes of 1 and 99 steps in turn, with a reward of 1 a step."""
+
+    length = 99
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        """Begin an episode, after a seed a short one."""
+        self.length = 1 if seed is not None else 100 - self.length
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Take one of the steps."""
+        self.steps += 1
+        return self.observe(), 1.0, self.steps == self.length, False, {}
+
+
+class Breaks(Probe):
+    """Something is nan after some steps of an environment."""
+
+    def __init__(self, what: str, when: int, continuous: bool = False) -> None:
+        super().__init__(continuous)
+        self.what, self.left = what, when
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Give an observation and a reward."""
+        self.left -= 1
+        if self.left == 0 and self.what == "observation":
+            self.state = float("nan")
+        reward = float("nan") if self.left == 0 and self.what == "reward" else 1.0
+        return self.observe(), reward, False, False, {}
 
 
 for probe in [Probe, *Probe.__subclasses__()]:
