@@ -433,7 +433,7 @@ def train(args: Args) -> float:
             eval_envs = make_envs(replace(args, num_envs=1), video_folder)
             on_exit.callback(eval_envs.close)
         envs = eval_envs if args.evaluate else make_envs(args)
-        on_exit.callback(envs.close)
+        on_exit.callback(lambda: envs.close())
         agent = Agent(envs).to(device)
         parameters = list(agent.parameters())
         optimizer = torch.optim.Adam(parameters, eps=1e-5, fused=True)  # detail 3
@@ -523,9 +523,12 @@ def train(args: Args) -> float:
         bar = on_exit.enter_context(tqdm(**bar, unit="step", unit_scale=True))
         start_time = time.perf_counter()
         for iteration in range(begin, num_iterations):
-            # Environments can't be saved. So that a resumed run goes the same way, every run starts
-            # them and the generators afresh at a scheduled checkpoint, in a way to be repeated.
+            # Environments can't be saved. So that a resumed run goes the same way, every run makes
+            # them anew at a scheduled checkpoint, and seeds all generators by the iteration.
             if iteration == begin or iteration % interval == 0:
+                if iteration > begin:
+                    envs.close()
+                    envs = make_envs(args)  # some keep more than a reset resets
                 seeds = np.random.SeedSequence((args.seed, iteration)).generate_state(2).tolist()
                 for set_seed in (random.seed, np.random.seed, torch.manual_seed):
                     set_seed(seeds[0])

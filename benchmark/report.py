@@ -18,21 +18,28 @@ PUBLISHED = {  # CleanRL's documentation, mean ± std of 3 seeds; MuJoCo on the 
 }
 
 
+def mean_and_spread(x: list[float]) -> str:
+    """The mean and, of several numbers, the sample standard deviation."""
+    spread = f" ± {statistics.stdev(x):.1f}" if len(x) > 1 else ""
+    return f"{statistics.mean(x):.1f}{spread}" if x else "not measured"
+
+
 def main() -> None:
     """Print both tables, in Markdown."""
     groups = defaultdict(list)
     for row in read("runs.csv"):
         groups[row["script"], row["env_id"], row["flags"], row["steps"]].append(row)
-    print("| environment | command | steps | seeds | ours | lowest .. highest | published |")
-    print("|---|---|---|---|---|---|---|")
+    columns = ["environment", "command", "steps", "seeds", "training", "lowest .. highest"]
+    columns += ["greedy", "published"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for (script, env_id, flags, steps), rows in groups.items():
         scores = [float(row["score"]) for row in rows]
-        spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
+        greedy = [float(row["greedy"]) for row in rows if row["greedy"]]
         command = f"`{script} --env-id {env_id} {flags}".strip() + "`"
         print(
             f"| {env_id} | {command} | {int(steps):,} | {len(rows)} "
-            f"| {statistics.mean(scores):.1f}{spread} | {min(scores):.1f} .. {max(scores):.1f} "
-            f"| {PUBLISHED.get(env_id, '')} |"
+            f"| {mean_and_spread(scores)} | {min(scores):.1f} .. {max(scores):.1f} "
+            f"| {mean_and_spread(greedy)} | {PUBLISHED.get(env_id, '')} |"
         )
     print("\n| environment | ours, steps/s | Stable-Baselines3 | ratio | rounds |")
     print("|---|---|---|---|---|")

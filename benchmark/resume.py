@@ -7,7 +7,6 @@ The final weights, optimizer states, and all logged scalars but the clock's must
 bit; one that is not ends the script with status 1. Rows go to benchmark/results/resume.csv.
 """
 
-import csv
 import math
 import random
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import tyro
 from provenance import provenance
+from run import append
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,13 +119,7 @@ def main(args: Args) -> int:
         rows.append({"command": command, "seed": args.seed, "kills": len(kills)})
         rows[-1] |= {"different": " ".join(different), "moments": "; ".join(kills)}
         print(f"  {len(kills)} kills, different: {different or 'nothing'}", flush=True)
-    results = ROOT / "benchmark/results/resume.csv"
-    new = not results.exists()
-    with results.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *provenance()])
-        if new:
-            writer.writeheader()
-        writer.writerows(row | provenance() for row in rows)
+    append("resume.csv", [row | provenance() for row in rows])
     return sum(bool(row["different"]) for row in rows)
 
 

@@ -91,7 +91,9 @@ def train(script: str, env_id: str, seed: int, flags: str) -> None:
             r"return (\S+) over the last (\d+) episodes; ([\d,]+) steps .*; (\S+)", done.stdout
         ).groups()
         key = {"script": script, "env_id": env_id, "flags": flags, "seed": seed}
+        greedy = re.search(r"greedy return (\S+), std (\S+), over", done.stdout).groups()
         row = {"score": score, "episodes": episodes, "steps": steps.replace(",", "")}
+        row |= dict(zip(("greedy", "greedy_std"), greedy, strict=True))
         row |= {"wall_clock_s": round(wall_clock, 1), "command": command}
         with LOCK:
             append("runs.csv", [key | row | provenance()])

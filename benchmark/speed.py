@@ -8,7 +8,6 @@ Nothing else should run on the machine meanwhile. Every round's figures are appe
 benchmark/results/speed.csv; the medians and their ratio are printed.
 """
 
-import csv
 import re
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import tyro
 from provenance import provenance
+from run import append
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {"CartPole-v1": ("ppo.py", 150_000), "HalfCheetah-v5": ("ppo_continuous.py", 30_720)}
@@ -44,9 +44,8 @@ def main(args: Args) -> None:
     rows = []
     for env_id, (script, steps) in CASES.items():
         for round_number in range(args.rounds):
-            ours = output_of(
-                sys.executable, ROOT / script, "--env-id", env_id, "--total-timesteps", str(steps)
-            )
+            flags = f"--env-id {env_id} --total-timesteps {steps} --eval-episodes 0"
+            ours = output_of(sys.executable, ROOT / script, *flags.split())
             ours = float(re.search(r"([\d,]+) steps/s", ours)[1].replace(",", ""))
             peer = output_of(args.peer_python, ROOT / "benchmark/sb3_ppo.py", env_id, str(steps))
             peer = float(peer.split()[-1])
@@ -55,13 +54,7 @@ def main(args: Args) -> None:
                 | {"ratio": round(ours / peer, 3)}
             )
             print(rows[-1], flush=True)
-    results = ROOT / "benchmark/results/speed.csv"
-    new = not results.exists()
-    with results.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *provenance()])
-        if new:
-            writer.writeheader()
-        writer.writerows(row | provenance() for row in rows)
+    append("speed.csv", [row | provenance() for row in rows])
     for env_id in CASES:
         mine, theirs = ([r[k] for r in rows if r["env_id"] == env_id] for k in ("ours", "sb3"))
         a, b = statistics.median(mine), statistics.median(theirs)
