@@ -5,7 +5,7 @@
 A short run of each script writes a checkpoint after every second iteration. The cost is the time
 from flushing the events to the finished file, and that of making and resetting the environments
 anew, which follows; the share is that of one such cost in the time that the iterations between two
-scheduled checkpoints take at the default interval. Rows are appended to benchmark/results/checkpoint.csv.
+scheduled checkpoints take at the default interval. Rows go to benchmark/results/checkpoint.csv.
 """
 
 import contextlib
