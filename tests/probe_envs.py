@@ -218,18 +218,20 @@ class Alternating(Probe):
 
 
 class Breaks(Probe):
-    """Something is nan after some steps of an environment."""
+    """Something is nan after some steps of all environments of this kind."""
+
+    taken = 0
 
     def __init__(self, what: str, when: int, continuous: bool = False) -> None:
         super().__init__(continuous)
-        self.what, self.left = what, when
+        self.what, self.when = what, when
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         """Give an observation and a reward."""
-        self.left -= 1
-        if self.left == 0 and self.what == "observation":
+        Breaks.taken += 1
+        if Breaks.taken == self.when and self.what == "observation":
             self.state = float("nan")
-        reward = float("nan") if self.left == 0 and self.what == "reward" else 1.0
+        reward = float("nan") if Breaks.taken == self.when and self.what == "reward" else 1.0
         return self.observe(), reward, False, False, {}
 
 
