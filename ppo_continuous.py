@@ -32,6 +32,7 @@ from typing import Any, Literal
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import tyro
 from gymnasium.spaces import Box
 from gymnasium.wrappers import RecordVideo
@@ -54,6 +55,7 @@ class Args:
     device: str = "cpu"  # cpu, cuda, cuda:N, mps, auto; an MLP is faster on cpu, a CNN on a GPU
     torch_deterministic: bool = True  # on a GPU, choose deterministic convolutions
     num_threads: int = 1  # CPU threads of PyTorch, 0: its own choice; 1 is fastest for an MLP
+    compile: bool = False  # compile the gradient steps: seconds to start with, faster then
     vectorization: Literal["sync", "async"] = "sync"  # environments in this process or one each
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project there
@@ -185,7 +187,7 @@ class RunningStatistics(nn.Module):
 class Agent(nn.Module):
     """Separate actor and critic (detail 26); in its shapes, B is the batch and k the actions."""
 
-    def __init__(self, envs: gym.vector.VectorEnv) -> None:
+    def __init__(self, envs: gym.vector.VectorEnv, args: Args) -> None:
         super().__init__()
         obs_size, k = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
 
@@ -280,18 +282,28 @@ Rollout = namedtuple("Rollout", "obs actions rewards terminations dones final_ob
 Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")
 
 
-METRICS = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
+LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
+METRICS = [*LOSSES, "grad_norm"]
+
+
+def gather(x: Tensor) -> Tensor:
+    """The tensors of all processes of a job of `torchrun`, one after another; alone, just `x`."""
+    if not dist.is_initialized():
+        return x
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts)
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
-    """The loss of a minibatch, and the means that `METRICS` names."""
+    """The loss of a minibatch, and the means that `LOSSES` names."""
     logprobs, entropy, values = agent.evaluate_actions(batch.obs, batch.actions)
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.exp()
 
     advantages = batch.advantages
     if args.norm_adv:  # detail 7
-        std, mean = torch.std_mean(advantages)
+        std, mean = torch.std_mean(gather(advantages))
         advantages = (advantages - mean) / (std + 1e-8)
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio)  # detail 8
@@ -307,6 +319,25 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
         kl, is_clipped = ratio - 1 - log_ratio, ratio != clipped_ratio
         metrics = (policy_loss, value_loss, entropy, -log_ratio, kl, is_clipped)
         return loss, torch.stack(metrics).mean(1)
+
+
+def gradient_step(
+    agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, indices: Tensor, args: Args
+) -> Tensor:
+    """Learn from the minibatch of these indices; return the means that `METRICS` names."""
+    loss, metrics = ppo_loss(agent, Batch(*(x[indices] for x in batch)), args)
+    parameters = optimizer.param_groups[0]["params"]
+    gradients = torch.autograd.grad(loss, parameters)
+    if dist.is_initialized():  # the mean over all processes, in one message
+        flat = torch.cat([x.flatten() for x in gradients]) / dist.get_world_size()
+        dist.all_reduce(flat)
+        parts = flat.split([x.numel() for x in gradients])
+        gradients = [part.view_as(x) for part, x in zip(parts, gradients, strict=True)]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11
+    optimizer.step()
+    return torch.cat([metrics, norm[None]])
 
 
 @torch.no_grad()
@@ -444,15 +475,23 @@ def train(args: Args) -> float:
             on_exit.callback(eval_envs.close)
         envs = eval_envs if args.evaluate else make_envs(args)
         on_exit.callback(lambda: envs.close())
-        agent = Agent(envs).to(device)
-        parameters = list(agent.parameters())
-        optimizer = torch.optim.Adam(parameters, eps=1e-5, fused=True)  # detail 3
+        agent = Agent(envs, args).to(device)
+        adam = {"fused": not args.compile, "capturable": args.compile and device.type == "cuda"}
+        optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, **adam)  # detail 3
         if saved:
             try:
                 agent.load_state_dict(saved["agent"])
                 optimizer.load_state_dict(saved["optimizer"])
             except (RuntimeError, ValueError) as error:
                 raise UsageError(f"{path} is for another environment or network") from error
+        # As a tensor, so that compiled code doesn't depend on its value.
+        learning_rate = torch.tensor(args.learning_rate, device=device)
+        optimizer.param_groups[0]["lr"] = learning_rate
+        learn = gradient_step
+        if args.compile:
+            torch.compiler.reset()  # forget what an earlier call of train compiled
+            torch._dynamo.config.trace_autograd_ops = True  # gradients within the compiled code
+            learn = torch.compile(learn, mode="reduce-overhead")  # on a GPU, as CUDA graphs
         if args.evaluate:
             catching.close()
             return evaluate(agent, eval_envs, args)["eval/return"]
@@ -571,27 +610,19 @@ def train(args: Args) -> float:
             where = f"iteration {iteration}, up to step {global_step:,}"
             if obs.dtype != np.uint8:
                 check_finite(where, observation=obs, reward=rewards)
-            learning_rate = args.learning_rate
             if args.anneal_lr:  # detail 4
-                learning_rate *= 1 - iteration / num_iterations
-            optimizer.param_groups[0]["lr"] = learning_rate
+                learning_rate.fill_(args.learning_rate * (1 - iteration / num_iterations))
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             tensors = (torch.as_tensor(x, device=device) for x in (obs, actions))
             rollout = Rollout(*tensors, scaled_rewards, terminations, dones, final_obs)
             first = batch = make_batch(agent, rollout, args)
-            metrics, grad_norms = [], []
+            metrics = []
             for epoch in range(args.update_epochs):
                 if args.recompute_advantages and epoch > 0:
                     batch = make_batch(agent, rollout, args)._replace(logprobs=batch.logprobs)
                 order = torch.randperm(batch_size, device=device)  # detail 6
                 for indices in order.chunk(args.num_minibatches):
-                    loss, means = ppo_loss(agent, Batch(*(x[indices] for x in batch)), args)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11
-                    optimizer.step()
-                    metrics.append(means)
-                    grad_norms.append(norm)
+                    metrics.append(learn(agent, optimizer, batch, indices, args).clone())
                 if args.target_kl is not None:
                     means = torch.stack(metrics[-args.num_minibatches :]).mean(0)
                     if means[METRICS.index("approx_kl")] > args.target_kl:
@@ -600,17 +631,16 @@ def train(args: Args) -> float:
             # --------------------------------------- log ---------------------------------------
             score = float(np.mean(last_returns)) if last_returns else float("nan")
             sps = (global_step - begin * batch_size) / (time.perf_counter() - start_time)
-            losses = torch.stack(metrics).mean(0).tolist()
-            grad_norm = torch.stack(grad_norms).mean().item()
-            check_finite(where, loss=losses, gradient=grad_norm)
+            means = torch.stack(metrics).mean(0).tolist()
+            losses = {f"losses/{name}": x for name, x in zip(METRICS, means, strict=True)}
+            check_finite(where, **losses)
             residual = first.returns - first.values
             log(
-                {f"losses/{name}": x for name, x in zip(METRICS, losses, strict=True)}
+                losses
                 | agent.finish_iteration(rollout.obs[:-1])
                 | {
-                    "losses/grad_norm": grad_norm,
                     "losses/explained_variance": 1 - float(residual.var() / first.returns.var()),
-                    "charts/learning_rate": learning_rate,
+                    "charts/learning_rate": learning_rate.item(),
                     "charts/SPS": sps,
                     "debug/value": float(first.values.mean()),
                     "debug/value_target": float(first.returns.mean()),
