@@ -15,6 +15,7 @@ et al. 2022). `diff ppo.py ppo_atari.py` shows what pixels change.
 
 import contextlib
 import io
+import logging
 import os
 import random
 import re
@@ -57,6 +58,7 @@ class Args:
     torch_deterministic: bool = True  # on a GPU, choose deterministic convolutions
     num_threads: int = 0  # CPU threads of PyTorch, 0: its own choice; 1 is fastest for an MLP
     compile: bool = False  # compile the gradient steps: seconds to start with, faster then
+    bf16: bool = False  # compute the CNN in bfloat16: faster where the processor has it
     repeat_action_probability: float = 0.0  # probability that a game repeats the last action
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project there
@@ -68,7 +70,7 @@ class Args:
     resume: str | None = None  # go on with this run (its folder or its checkpoint)
     evaluate: str | None = None  # train nothing, evaluate this run (its folder or its checkpoint)
 
-    num_envs: int = 8  # environments stepped side by side
+    num_envs: int = 8  # environments stepped side by side, in all processes of torchrun
     num_steps: int = 128  # steps of each environment in a rollout
     num_minibatches: int = 4  # minibatches that a rollout is split into
     update_epochs: int = 4  # passes over a rollout
@@ -185,6 +187,15 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
     return layer
 
 
+def gather(x: Tensor) -> Tensor:
+    """The tensors of all processes of a job of `torchrun`, one after another; alone, just `x`."""
+    if not dist.is_initialized():
+        return x
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts)
+
+
 class Agent(nn.Module):
     """Actor and critic on the network of Mnih et al. 2015 (detail 21); B is the batch's size."""
 
@@ -205,11 +216,13 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(512, self.num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
         self.to(memory_format=torch.channels_last)  # the faster one for convolutions
+        self.bf16 = args.bf16
 
     def features(self, obs: Tensor) -> Tensor:
         """What actor and critic share, (B, 512), of observations scaled to 0 .. 1 (detail 22)."""
         obs = obs.to(torch.float32, copy=True, memory_format=torch.channels_last)
-        return self.network(obs.div_(255))
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            return self.network(obs.div_(255)).float()
 
     def sample_noise(self, *shape: int) -> Tensor:
         """Gumbel noise for `act`, (*shape, number of actions)."""
@@ -274,15 +287,6 @@ Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")
 
 LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
 METRICS = [*LOSSES, "grad_norm"]
-
-
-def gather(x: Tensor) -> Tensor:
-    """The tensors of all processes of a job of `torchrun`, one after another; alone, just `x`."""
-    if not dist.is_initialized():
-        return x
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous())
-    return torch.cat(parts)
 
 
 def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
@@ -369,10 +373,20 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
     if args.total_timesteps < batch_size:
         total = f"total_timesteps = {args.total_timesteps}"
         raise UsageError(f"{total} is less than one rollout, {rollout}: raise it or lower these")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # processes, where torchrun started them
+    if args.num_envs % world_size or batch_size // world_size % args.num_minibatches:
+        parts = f"{world_size} processes of num_minibatches = {args.num_minibatches} parts each"
+        raise UsageError(f"{rollout} samples don't divide into {parts}: change one of these")
     device = args.device
     if device == "auto":
         backends = {"cuda": torch.cuda, "mps": torch.backends.mps}
         device = next((name for name, b in backends.items() if b.is_available()), "cpu")
+    if world_size > 1:
+        if device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        on_exit.callback(dist.destroy_process_group)
     on_exit.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -434,6 +448,11 @@ def train(args: Args) -> float:
     with contextlib.ExitStack() as on_exit:
         # --------------------------------------- set-up ---------------------------------------
         device = set_up(args, on_exit)
+        rank, world_size = 0, 1
+        if dist.is_initialized():  # torchrun: each process has its share; the first one reports
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            args = replace(args, eval_episodes=0, track=False) if rank else args
+        own_args = replace(args, num_envs=args.num_envs // world_size)
         stamp = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
         run_name = re.sub("[/:]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}")
         path, saved = Path("runs", run_name, "checkpoint.pt"), None
@@ -463,7 +482,7 @@ def train(args: Args) -> float:
             video_folder = path.parent if args.capture_video else None
             eval_envs = make_envs(replace(args, num_envs=1), video_folder)
             on_exit.callback(eval_envs.close)
-        envs = eval_envs if args.evaluate else make_envs(args)
+        envs = eval_envs if args.evaluate else make_envs(own_args)
         on_exit.callback(lambda: envs.close())
         agent = Agent(envs, args).to(device)
         adam = {"fused": not args.compile, "capturable": args.compile and device.type == "cuda"}
@@ -481,6 +500,12 @@ def train(args: Args) -> float:
         if args.compile:
             torch.compiler.reset()  # forget what an earlier call of train compiled
             torch._dynamo.config.trace_autograd_ops = True  # gradients within the compiled code
+            torch._logging.set_logs(dynamo=logging.ERROR)
+            try:
+                torch.compile(lambda x: x + 1)(learning_rate)
+            except Exception as error:
+                needs = "--compile needs a C++ compiler and Python's headers, on a GPU Triton"
+                raise UsageError(f"{needs}: {str(error).splitlines()[0]}") from error
             learn = torch.compile(learn, mode="reduce-overhead")  # on a GPU, as CUDA graphs
         if args.evaluate:
             catching.close()
@@ -502,21 +527,24 @@ def train(args: Args) -> float:
             on_exit.callback(wandb_run.finish)
         # What the run logged after its checkpoint is purged: it will be logged again.
         purge_step = saved["step"] + 1 if saved else None
-        writer = on_exit.enter_context(SummaryWriter(path.parent, purge_step=purge_step))
-        if not saved:
+        if rank == 0:
+            writer = on_exit.enter_context(SummaryWriter(path.parent, purge_step=purge_step))
+        if rank == 0 and not saved:
             table = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
             writer.add_text("hyperparameters", f"|name|value|\n|-|-|\n{table}")
 
-        def log(scalars: dict[str, float]) -> None:
+        def log(step: int, scalars: dict[str, float]) -> None:
+            if rank > 0:
+                return
             # As one event, which costs a tenth of an add_scalar for each.
             values = [Summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
-            writer.file_writer.add_summary(Summary(value=values), global_step)
+            writer.file_writer.add_summary(Summary(value=values), step)
             if wandb_run:
-                wandb_run.log({**scalars, "global_step": global_step})
+                wandb_run.log({**scalars, "global_step": step})
 
         # The rollout is kept on the host, where environments and advantages need it.
         space, action_space = envs.single_observation_space, envs.single_action_space
-        shape = (args.num_steps, args.num_envs)
+        shape = (args.num_steps, own_args.num_envs)
         dtype = np.uint8 if space.dtype == np.uint8 else np.float32
         obs = np.zeros((shape[0] + 1, shape[1], *space.shape), dtype)
         obs_rows = torch.from_numpy(obs).unbind()  # views of the same memory
@@ -533,6 +561,8 @@ def train(args: Args) -> float:
         last_returns = deque(progress["returns"], maxlen=100)
 
         def save() -> None:
+            if rank > 0:
+                return
             # First to another file: at any moment, the one at path is whole.
             writer.flush()
             state = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
@@ -558,8 +588,9 @@ def train(args: Args) -> float:
                 raise UsageError(f"{died}: go on with --resume {path.parent}") from error
 
         on_exit.push(save_if_worker_died)
-        bar = {"total": num_iterations * batch_size, "initial": global_step, "disable": None}
-        bar = on_exit.enter_context(tqdm(**bar, unit="step", unit_scale=True))
+        bar = {"total": num_iterations * batch_size, "initial": global_step, "unit": "step"}
+        bar = tqdm(**bar, unit_scale=True, disable=True if rank > 0 else None)
+        on_exit.enter_context(bar)
         start_time = time.perf_counter()
         for iteration in range(begin, num_iterations):
             # Environments can't be saved. So that a resumed run goes the same way, every run makes
@@ -567,17 +598,17 @@ def train(args: Args) -> float:
             if iteration == begin or iteration % interval == 0:
                 if iteration > begin:
                     envs.close()
-                    envs = make_envs(args)  # some keep more than a reset resets
-                seeds = np.random.SeedSequence((args.seed, iteration)).generate_state(2).tolist()
+                    envs = make_envs(own_args)  # some keep more than a reset resets
+                seeds = np.random.SeedSequence((args.seed, iteration, rank)).generate_state(2)
                 for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-                    set_seed(seeds[0])
-                obs[-1], _ = envs.reset(seed=seeds[1] // 4)
+                    set_seed(int(seeds[0]))
+                obs[-1], _ = envs.reset(seed=int(seeds[1]) // 4)
 
             # ------------------------------------- rollout -------------------------------------
             # The policy stays the same throughout: draw all noise before, only act within, and
             # compute values and log-probabilities after, in one batch.
             obs[0] = obs[-1]
-            noise, final_obs = agent.sample_noise(*shape).unbind(), {}
+            noise, final_obs, episodes = agent.sample_noise(*shape).unbind(), {}, []
             with torch.inference_mode():
                 for t in range(args.num_steps):
                     actions[t] = agent.act(obs_rows[t].to(device), noise[t]).cpu().numpy()
@@ -589,10 +620,8 @@ def train(args: Args) -> float:
                     for i in np.flatnonzero(truncated & ~terminated):
                         final_obs[t, i] = np.array(info["final_obs"][i])
                     for i in np.flatnonzero(info.get("_episode", ())):
-                        episode = {key: float(x[i]) for key, x in info["episode"].items()}
-                        last_returns.append(episode["r"])
-                        tag = "charts/episodic_"
-                        log({tag + "return": episode["r"], tag + "length": episode["l"]})
+                        episode = info["episode"]
+                        episodes.append((global_step, float(episode["r"][i]), int(episode["l"][i])))
 
             # --------------------------------- advantages, update ---------------------------------
             is_due = (iteration + 1) % interval == 0
@@ -610,32 +639,43 @@ def train(args: Args) -> float:
             for epoch in range(args.update_epochs):
                 if args.recompute_advantages and epoch > 0:
                     batch = make_batch(agent, rollout, args)._replace(logprobs=batch.logprobs)
-                order = torch.randperm(batch_size, device=device)  # detail 6
+                order = torch.randperm(len(batch.obs), device=device)  # detail 6
                 for indices in order.chunk(args.num_minibatches):
                     metrics.append(learn(agent, optimizer, batch, indices, args).clone())
                 if args.target_kl is not None:
-                    means = torch.stack(metrics[-args.num_minibatches :]).mean(0)
+                    means = gather(torch.stack(metrics[-args.num_minibatches :])).mean(0)
                     if means[METRICS.index("approx_kl")] > args.target_kl:
                         break
 
             # --------------------------------------- log ---------------------------------------
+            news = [(episodes, caught)] * world_size
+            if dist.is_initialized():
+                dist.all_gather_object(news, news[0])
+            stop = next((numbers for _, numbers in news if numbers), [])
+            for step, episodic_return, length in sorted(x for own, _ in news for x in own):
+                last_returns.append(episodic_return)
+                tag = "charts/episodic_"
+                log(step, {tag + "return": episodic_return, tag + "length": length})
             score = float(np.mean(last_returns)) if last_returns else float("nan")
             sps = (global_step - begin * batch_size) / (time.perf_counter() - start_time)
-            means = torch.stack(metrics).mean(0).tolist()
+            means = gather(torch.stack(metrics)).mean(0).tolist()
             losses = {f"losses/{name}": x for name, x in zip(METRICS, means, strict=True)}
             check_finite(where, **losses)
-            residual = first.returns - first.values
+            samples = gather(torch.stack([first.values, first.returns, first.advantages], 1))
+            values, targets, advantages = samples.unbind(1)
+            explained_variance = 1 - (targets - values).var() / targets.var()
             log(
+                global_step,
                 losses
                 | agent.finish_iteration(rollout.obs[:-1])
                 | {
-                    "losses/explained_variance": 1 - float(residual.var() / first.returns.var()),
+                    "losses/explained_variance": explained_variance.item(),
                     "charts/learning_rate": learning_rate.item(),
                     "charts/SPS": sps,
-                    "debug/value": float(first.values.mean()),
-                    "debug/value_target": float(first.returns.mean()),
-                    "debug/advantage": float(first.advantages.mean()),
-                }
+                    "debug/value": values.mean().item(),
+                    "debug/value_target": targets.mean().item(),
+                    "debug/advantage": advantages.mean().item(),
+                },
             )
             bar.update(batch_size)
             bar.set_postfix_str(f"return {score:.1f}", refresh=False)
@@ -643,12 +683,13 @@ def train(args: Args) -> float:
             # ------------------------------------ checkpoint ------------------------------------
             progress |= {"iteration": iteration + 1, "step": global_step}
             progress["returns"] = list(last_returns)
-            if is_due or caught or iteration + 1 == num_iterations:
+            if is_due or stop or iteration + 1 == num_iterations:
                 save()
-            if caught:
+            if stop:
                 bar.close()
-                print(f"stopped: go on with --resume {path.parent}", file=sys.stderr)
-                sys.exit(128 + caught[0])
+                if rank == 0:
+                    print(f"stopped: go on with --resume {path.parent}", file=sys.stderr)
+                sys.exit(128 + stop[0])
         seconds = time.perf_counter() - start_time
         catching.close()
         bar.close()
@@ -657,12 +698,13 @@ def train(args: Args) -> float:
         score = float(np.mean(last_returns)) if last_returns else float("nan")
         summary = f"mean return {score:.1f} over the last {len(last_returns)} episodes"
         if args.eval_episodes:
-            log(evaluate(agent, eval_envs, args))
+            log(global_step, evaluate(agent, eval_envs, args))
         progress["finished"] = True
         save()
     steps = global_step - begin * batch_size
     speed = f"{steps:,} steps in {seconds:.1f} s, {steps / seconds:,.0f} steps/s"
-    print(f"{args.env_id}, seed {args.seed}: {summary}; {speed}; {path.parent}")
+    if rank == 0:
+        print(f"{args.env_id}, seed {args.seed}: {summary}; {speed}; {path.parent}")
     return score
 
 

@@ -23,7 +23,7 @@ class Spaces:
 
 def test_discrete() -> None:
     """Log-probabilities and entropies are the sums of independent categorical distributions'."""
-    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([2, 4, 3])))
+    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([2, 4, 3])), ppo.Args())
     agent.actor[-1].weight.data.normal_()
     obs = torch.randn(7, 5)
     actions = torch.stack([torch.randint(n, (7,)) for n in (2, 4, 3)], 1)
@@ -41,7 +41,7 @@ def test_discrete() -> None:
 def test_discrete_samples() -> None:
     """Samples come as often as their probabilities say, and never beyond a choice's values."""
     torch.manual_seed(0)
-    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([2, 3])))
+    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([2, 3])), ppo.Args())
     agent.actor[-1].weight.data.normal_()
     obs = torch.randn(1, 5)
     samples = agent.act(obs, agent.sample_noise(100_000))
@@ -55,7 +55,9 @@ def test_discrete_samples() -> None:
 
 def test_atari() -> None:
     """The same for the one choice of a game."""
-    agent = ppo_atari.Agent(Spaces(Box(0, 255, (4, 84, 84), np.uint8), Discrete(6)))
+    agent = ppo_atari.Agent(
+        Spaces(Box(0, 255, (4, 84, 84), np.uint8), Discrete(6)), ppo_atari.Args()
+    )
     obs = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
     actions = torch.tensor([5, 0, 2])
     choice = Categorical(logits=agent.actor(agent.network(obs.float() / 255)))
@@ -68,7 +70,9 @@ def test_atari() -> None:
 
 def continuous_agent() -> ppo_continuous.Agent:
     """An agent with 5 numbers to observe and 3 to choose."""
-    return ppo_continuous.Agent(Spaces(Box(-1, 1, (5,)), Box(-np.inf, np.inf, (3,))))
+    return ppo_continuous.Agent(
+        Spaces(Box(-1, 1, (5,)), Box(-np.inf, np.inf, (3,))), ppo_continuous.Args()
+    )
 
 
 def test_continuous() -> None:
@@ -137,7 +141,7 @@ def test_scaled_rewards() -> None:
 
 def test_initial_policy() -> None:
     """The first policy is nearly uniform, or nearly centred with deviation 1; biases are 0."""
-    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([4])))
+    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([4])), ppo.Args())
     assert (agent.logits(torch.randn(100, 5)).softmax(-1) - 0.25).abs().max() < 0.02
     continuous = continuous_agent()
     assert continuous.act(torch.randn(100, 5)).abs().max() < 0.1
