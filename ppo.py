@@ -293,8 +293,8 @@ def gradient_step(
     if dist.is_initialized():  # the mean over all processes, in one message
         flat = torch.cat([x.flatten() for x in gradients]) / dist.get_world_size()
         dist.all_reduce(flat)
-        parts = flat.split([x.numel() for x in gradients])
-        gradients = [part.view_as(x) for part, x in zip(parts, gradients, strict=True)]
+        for x, part in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
+            x.copy_(part.view_as(x))
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11
@@ -467,7 +467,8 @@ def train(args: Args) -> float:
         learn = gradient_step
         if args.compile:
             torch.compiler.reset()  # forget what an earlier call of train compiled
-            torch._dynamo.config.trace_autograd_ops = True  # gradients within the compiled code
+            # Otherwise the gradients' computation would be left out of the compiled code.
+            on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
             torch._logging.set_logs(dynamo=logging.ERROR)
             try:
                 torch.compile(lambda x: x + 1)(learning_rate)

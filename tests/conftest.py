@@ -34,7 +34,7 @@ def train_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, flo
         agents = []
         with monkeypatch.context() as patch:
             make = script.Agent
-            patch.setattr(script, "Agent", lambda envs: agents.append(make(envs)) or agents[-1])
+            patch.setattr(script, "Agent", lambda *x: agents.append(make(*x)) or agents[-1])
             score = script.train(script.Args(**{"eval_episodes": 0, **kwargs}))
         return agents[0], score
 

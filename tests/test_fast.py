@@ -1,0 +1,260 @@
+"""Compiled steps, bfloat16 and jobs of several processes do the same as one plain process."""
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import resume
+import torch
+from conftest import SCRIPTS, SHORT, scalars
+from test_survival import MODULES, only_run, refusal, trained
+
+ROOT = Path(__file__).parent.parent
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
+
+
+def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any, Any, Any]:
+    """An agent, a random batch for it, and its arguments."""
+    args = script.Args(**SHORT[script.__name__] | {"num_envs": 2} | flags)
+    envs = script.make_envs(args)
+    torch.manual_seed(1)
+    agent = script.Agent(envs, args).to(device)
+    envs.single_observation_space.seed(1)
+    samples = np.stack([envs.single_observation_space.sample() for _ in range(64)])
+    obs = torch.as_tensor(samples).to(device)
+    envs.close()
+    with torch.no_grad():
+        actions = agent.act(obs, agent.sample_noise(64))
+        logprobs, _, values = agent.evaluate_actions(obs, actions)
+    logprobs += 0.3 * torch.randn(64, device=device)  # so that some ratios are clipped
+    targets = torch.randn(2, 64, device=device)
+    return agent, script.Batch(obs, actions, logprobs, *targets, values), args
+
+
+def steps(script: ModuleType, learn: Any, agent: Any, batch: Any, args: Any, fused: bool) -> Any:
+    """The weights after ten gradient steps on halves of the batch, and what they reported."""
+    agent = copy.deepcopy(agent)
+    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=fused)
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device=batch.obs.device)
+    generator = torch.Generator().manual_seed(2)
+    reports = []
+    for _ in range(10):
+        indices = torch.randperm(64, generator=generator)[:32].to(batch.obs.device)
+        reports.append(learn(agent, optimizer, batch, indices, args).clone())
+    return agent.state_dict(), torch.stack(reports)
+
+
+def vector(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All the weights, one after another."""
+    return torch.cat([x.flatten() for x in state.values()])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_compiled_is_eager(name: str, device: str) -> None:
+    """From the same batch, ten compiled steps lead to the same weights and reports."""
+    script = MODULES[name]
+    agent, batch, args = setting(script, device)
+    expected, reported = steps(script, script.gradient_step, agent, batch, args, fused=True)
+    torch.compiler.reset()
+    compiled = torch.compile(script.gradient_step, mode="reduce-overhead")
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        got, compiled_reported = steps(script, compiled, agent, batch, args, fused=False)
+    # Adam divides by the gradients' size, so that rounding shows most where there is hardly one:
+    # what must be small is the difference beside the way that the weights went.
+    start, end, compiled_end = map(vector, (agent.state_dict(), expected, got))
+    assert (end - start).abs().max() > 5e-3
+    assert (compiled_end - end).norm() < 0.01 * (end - start).norm()
+    torch.testing.assert_close(compiled_reported, reported, rtol=1e-2, atol=1e-3)
+
+
+def test_compiled_run_is_resumed(folder: Path) -> None:
+    """A compiled run learns, twice in a process, and goes on bit for bit after a crash."""
+    flags = {"compile": True, "total_timesteps": 4096, "checkpoint_interval": 4}
+    whole = resume.content(trained("ppo", **flags))
+    (folder / "runs").rename(folder / "whole")
+    script = MODULES["ppo"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        make_batch, calls = script.make_batch, []
+
+        def fail_at_last(*args: Any) -> Any:
+            calls.append(1)
+            return make_batch(*args) if len(calls) < 6 else 1 / 0
+
+        patch.setattr(script, "make_batch", fail_at_last)
+        script.train(script.Args(**SHORT["ppo"] | flags))
+    run, saved = script.load_checkpoint(str(only_run()))
+    script.train(script.Args(**saved["args"] | {"resume": str(run)}))
+    assert resume.differences(whole, resume.content(only_run())) == []
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    """Without a compiler, --compile ends in a sentence, before anything is written."""
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
+    assert "needs a C++ compiler" in refusal("ppo", "--compile", env=environment)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_bf16(device: str) -> None:
+    """The CNN in bfloat16 gives nearly the same, in float32, and trains."""
+    script = MODULES["ppo_atari"]
+    agent, batch, _ = setting(script, device)
+    expected = agent.evaluate_actions(batch.obs, batch.actions)
+    agent.bf16 = True
+    got = agent.evaluate_actions(batch.obs, batch.actions)
+    assert all(x.dtype == torch.float32 for x in got)
+    assert not torch.equal(got[2], expected[2])
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+    trained("ppo_atari", bf16=True, device=device)
+    assert np.isfinite([x for _, x in scalars("losses/value_loss")]).all()
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_gpu(name: str, compiled: bool) -> None:
+    """Every script trains on a GPU, with CUDA graphs too."""
+    trained(name, device="cuda", compile=compiled)
+    losses = [x for _, x in scalars("losses/value_loss")]
+    assert len(losses) >= 2
+    assert np.isfinite(losses).all()
+
+
+JOB = """
+import sys
+import torch
+import torch.distributed as dist
+import {name} as script
+
+learn, checked = script.gradient_step, []
+
+def gradient_step(agent, *rest):
+    metrics = learn(agent, *rest)
+    weights = torch.cat([x.detach().flatten() for x in agent.parameters()])
+    both = [torch.empty_like(weights) for _ in range(2)]
+    dist.all_gather(both, weights)
+    assert torch.equal(*both)
+    checked.append(weights)
+    return metrics
+
+make_batch, batches = script.make_batch, []
+
+def compare(agent, rollout, args):
+    batches.append(make_batch(agent, rollout, args))
+    assert len(batches) != {crash}, "crash"
+    both = [torch.empty_like(batches[-1].advantages) for _ in range(2)]
+    dist.all_gather(both, batches[-1].advantages)
+    assert not torch.equal(*both)
+    return batches[-1]
+
+script.gradient_step, script.make_batch = gradient_step, compare
+arguments = {flags}
+if sys.argv[1:]:
+    arguments["resume"] = sys.argv[1]
+score = script.train(script.Args(**arguments))
+print("checked", len(checked), "score", score)
+"""
+
+
+def torchrun(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Run code in two processes."""
+    Path("job.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*command, "job.py", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_job(name: str, folder: Path) -> None:
+    """Two processes keep the same weights at every step, on samples of their own, and go on.
+
+    They write one run, with all episodes; a job that crashed ends as the undisturbed one does.
+    """
+    flags = SHORT[name] | {"num_envs": 2, "eval_episodes": 1, "checkpoint_interval": 1}
+    if name == "ppo_atari":
+        flags |= {"env_id": "ALE/Pong-v5", "eval_episodes": 0}
+    done = torchrun(JOB.format(name=name, flags=flags, crash=0))
+    assert done.returncode == 0, done.stderr
+    checked, score = zip(*re.findall(r"checked (\d+) score (\S+)", done.stdout), strict=True)
+    expected = resume.content(only_run())
+    iterations = expected[0]["iteration"]
+    args = expected[0]["args"]
+    assert int(checked[0]) == iterations * args["update_epochs"] * args["num_minibatches"]
+    assert checked[0] == checked[1]
+    assert score[0] == score[1]
+    assert args["num_envs"] == 2
+    assert expected[0]["step"] == flags["total_timesteps"] == iterations * 2 * args["num_steps"]
+    (folder / "runs").rename(folder / "whole")
+
+    crashed = torchrun(JOB.format(name=name, flags=flags, crash=2))
+    assert crashed.returncode != 0
+    assert "crash" in crashed.stderr
+    again = torchrun(JOB.format(name=name, flags=flags, crash=0), str(only_run()))
+    assert again.returncode == 0, again.stderr
+    assert resume.differences(expected, resume.content(only_run())) == []
+
+
+HALVES = """
+import copy
+import torch
+import torch.distributed as dist
+import {name} as script
+from test_fast import setting, steps
+
+agent, batch, args = setting(script)
+expected, reported = steps(script, script.gradient_step, agent, batch, args, True)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def learn(agent, optimizer, batch, indices, args):
+    own = indices.chunk(2)[rank]
+    metrics = script.gradient_step(agent, optimizer, batch, own, args)
+    return script.gather(metrics[None]).mean(0)
+
+got, both_reported = steps(script, learn, agent, batch, args, True)
+for key, x in expected.items():
+    assert (got[key] - x).norm() <= 0.01 * (x - agent.state_dict()[key]).norm(), key
+torch.testing.assert_close(both_reported, reported, rtol=1e-2, atol=1e-3)
+
+if hasattr(script, "RunningStatistics"):
+    values, statistics = torch.randn(40) + 5, script.RunningStatistics(())
+    for part in values.split(20):
+        statistics.update(part.chunk(2)[rank])
+    torch.testing.assert_close(statistics.mean, values.mean(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(statistics.var, values.var(correction=0), rtol=1e-3, atol=0)
+print("same")
+"""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_two_halves_are_a_whole(name: str) -> None:
+    """Steps of two processes on halves of a minibatch are one process's on the whole."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+    code += f"sys.path.insert(0, {str(ROOT / 'benchmark')!r})\n" + HALVES.format(name=name)
+    done = torchrun(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["same", "same"]
+
+
+def test_shares_that_do_not_divide() -> None:
+    """Environments that can't be split over the processes are refused in a sentence."""
+    environment = os.environ | {"WORLD_SIZE": "3"}
+    sentence = refusal("ppo", env=environment)
+    assert "num_envs * num_steps = 4 * 128" in sentence
+    assert "3 processes" in sentence
