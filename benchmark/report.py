@@ -1,4 +1,4 @@
-"""Print the README's tables of learning results and speed from benchmark/results.
+"""Print the README's tables from benchmark/results.
 
 python benchmark/report.py
 """
@@ -6,6 +6,7 @@ python benchmark/report.py
 import statistics
 from collections import defaultdict
 
+from provenance import provenance
 from run import read
 
 PUBLISHED = {  # CleanRL's documentation, mean ± std of 3 seeds; MuJoCo on the v4 environments
@@ -24,8 +25,13 @@ def mean_and_spread(x: list[float]) -> str:
     return f"{statistics.mean(x):.1f}{spread}" if x else "not measured"
 
 
+def median(rows: list[dict[str, str]], key: str) -> float:
+    """The median of a column."""
+    return statistics.median(float(row[key]) for row in rows)
+
+
 def main() -> None:
-    """Print both tables, in Markdown."""
+    """Print the tables, in Markdown."""
     groups = defaultdict(list)
     for row in read("runs.csv"):
         groups[row["script"], row["env_id"], row["flags"], row["steps"]].append(row)
@@ -41,14 +47,27 @@ def main() -> None:
             f"| {mean_and_spread(scores)} | {min(scores):.1f} .. {max(scores):.1f} "
             f"| {mean_and_spread(greedy)} | {PUBLISHED.get(env_id, '')} |"
         )
-    print("\n| environment | ours, steps/s | Stable-Baselines3 | ratio | rounds |")
-    print("|---|---|---|---|---|")
+    print(
+        "\n| environment | who | steps/s | beside Stable-Baselines3 | first iteration, s | peak, MiB |"
+    )
+    print("|---|---|---|---|---|---|")
     groups = defaultdict(list)
     for row in read("speed.csv"):
-        groups[row["env_id"], row["commit"]].append(row)
-    for (env_id, _), rows in groups.items():
-        ours, peer = (statistics.median(float(r[key]) for r in rows) for key in ("ours", "sb3"))
-        print(f"| {env_id} | {ours:,.0f} | {peer:,.0f} | {ours / peer:.2f} | {len(rows)} |")
+        groups[row["env_id"], row["who"]].append(row)
+    for (env_id, who), rows in groups.items():
+        peer = median(groups[env_id, "Stable-Baselines3"], "steps_per_s")
+        speed = median(rows, "steps_per_s")
+        others = ["-", "-"]
+        if rows[0]["peak_mib"]:
+            others = [f"{median(rows, 'first_iteration_s'):.1f}", f"{median(rows, 'peak_mib'):.0f}"]
+        figures = [f"{speed:,.0f}", f"{speed / peer:.2f}", *others]
+        print(f"| {env_id} | `{who}` | {' | '.join(figures)} |")
+    for name in ("phases.csv", "scaling.csv"):
+        rows = read(name)
+        columns = [x for x in rows[0] if x not in provenance()]
+        print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+        for row in rows:
+            print(f"| {' | '.join(row[x] for x in columns)} |")
 
 
 if __name__ == "__main__":

@@ -1,64 +1,146 @@
-"""Compare our steps a second with Stable-Baselines3's: same settings, alternately, in one run.
+"""Measure speed: beside Stable-Baselines3, and against the sizes of a run.
 
     python -m venv /tmp/sb3
-    /tmp/sb3/bin/pip install stable-baselines3 "gymnasium[mujoco]" mujoco==3.10.0 tensorboard
+    /tmp/sb3/bin/pip install stable-baselines3 "gymnasium[mujoco]" mujoco==3.10.0 tensorboard \
+        ale-py==0.12.1 opencv-python-headless
     python benchmark/speed.py --peer-python /tmp/sb3/bin/python
 
-Nothing else should run on the machine meanwhile. Every round's figures are appended to
-benchmark/results/speed.csv; the medians and their ratio are printed.
+Nothing else should run on the machine meanwhile. Ours and the peer run alternately, with the same
+settings. A speed is of the second half of a run, so that neither imports nor compilation count;
+what they take is recorded beside it. Rows go to benchmark/results/speed.csv and scaling.csv, the
+plot of the latter to scaling.png.
 """
 
-import re
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import matplotlib.pyplot as plt
 import tyro
 from provenance import provenance
-from run import append
+from run import RESULTS, append, read
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = {"CartPole-v1": ("ppo.py", 150_000), "HalfCheetah-v5": ("ppo_continuous.py", 30_720)}
+CASES = {  # environment: script, steps, variants of ours
+    "CartPole-v1": ("ppo.py", 102_400, ["", "--compile"]),
+    "HalfCheetah-v5": ("ppo_continuous.py", 24_576, ["", "--compile"]),
+    "ALE/Breakout-v5": ("ppo_atari.py", 8192, ["", "--compile", "--bf16", "--bf16 --compile"]),
+}
+ENVS, STEPS = (1, 4, 16, 64, 256), (32, 128, 512, 2048)
+SCALES = {  # what varies: its sizes, with steps enough for a few iterations
+    "num_envs": {n: f"--num-envs {n} --total-timesteps {max(20_480, 1024 * n)}" for n in ENVS},
+    "num_steps": {n: f"--num-steps {n} --total-timesteps {max(40_960, 32 * n)}" for n in STEPS},
+    "processes": dict.fromkeys((1, 2), "--num-envs 16 --total-timesteps 81920"),
+}
 
 
 @dataclass
 class Args:
-    """Time our scripts and Stable-Baselines3, alternately."""
+    """Measure speed."""
 
-    peer_python: str  # the python of an environment with stable-baselines3
+    peer_python: str = ""  # the python of an environment with stable-baselines3
     rounds: int = 5  # alternations; the median counts
+    only: Literal["peer", "scaling"] | None = None  # part to do; both by default
+    env_id: str | None = None  # environment to compare on; all of them by default
 
 
-def output_of(*command: str | Path) -> str:
-    """Run a command in an empty folder, and return what it printed."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-        return done.stdout
+def measure(script: str, flags: str, processes: int = 1) -> dict[str, float]:
+    """Run a script in an empty folder: its speed, its first iteration and its peak memory."""
+    words = [sys.executable]
+    if processes > 1:
+        words += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    words += [str(ROOT / script), *flags.split(), "--eval-episodes", "0"]
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silence:
+        process = subprocess.Popen(words, cwd=folder, stdout=silence, stderr=subprocess.PIPE)
+        errors = process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise RuntimeError(f"{' '.join(words)} failed:\n{errors.decode()}")
+        (run,) = Path(folder, "runs").iterdir()
+        events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+        events.Reload()
+        iterations = events.Scalars("charts/SPS")
+    middle, last = iterations[len(iterations) // 2 - 1], iterations[-1]
+    return {
+        "steps_per_s": round((last.step - middle.step) / (last.wall_time - middle.wall_time)),
+        "first_iteration_s": round(iterations[0].step / iterations[0].value, 2),
+        "peak_mib": round(usage.ru_maxrss / 1024),
+    }
+
+
+def compare(args: Args) -> None:
+    """Time our scripts and Stable-Baselines3's, alternately."""
+    cases = {args.env_id: CASES[args.env_id]} if args.env_id else CASES
+    for env_id, (script, steps, variants) in cases.items():
+        rows = []
+        for round_number in range(args.rounds):
+            with tempfile.TemporaryDirectory() as folder:
+                command = [args.peer_python, ROOT / "benchmark/sb3_ppo.py", env_id, str(steps)]
+                peer = subprocess.run(
+                    command, cwd=folder, capture_output=True, text=True, check=True
+                )
+            speeds = {"Stable-Baselines3": {"steps_per_s": round(float(peer.stdout.split()[-1]))}}
+            for flags in variants:
+                run = f"--env-id {env_id} --total-timesteps {steps} {flags}"
+                speeds[f"{script} {flags}".strip()] = measure(script, run)
+            blank = {"first_iteration_s": "", "peak_mib": ""}
+            for who, figures in speeds.items():
+                rows.append(
+                    {"env_id": env_id, "round": round_number, "who": who, **blank} | figures
+                )
+                print(rows[-1], flush=True)
+        append("speed.csv", [row | provenance() for row in rows])
+        by = {who: [r["steps_per_s"] for r in rows if r["who"] == who] for who in speeds}
+        medians = {who: statistics.median(x) for who, x in by.items()}
+        for who, speed in medians.items():
+            print(f"{env_id} {who}: {speed:,.0f}, {speed / medians['Stable-Baselines3']:.2f} x")
+
+
+def scaling() -> None:
+    """Speed and memory of CartPole against sizes, and a plot of them."""
+    for what, runs in SCALES.items():
+        rows = []
+        for size, flags in runs.items():
+            processes = size if what == "processes" else 1
+            figures = measure("ppo.py", flags, processes)
+            rows.append({"what": what, "size": size, "flags": flags} | figures)
+            print(rows[-1], flush=True)
+        append("scaling.csv", [row | provenance() for row in rows])
+    plot()
+
+
+def plot() -> None:
+    """Draw scaling.png from the last rows of scaling.csv."""
+    rows = read("scaling.csv")
+    figure, axes = plt.subplots(2, 2, figsize=(8, 5), sharex="col")
+    for column, what in enumerate(["num_envs", "num_steps"]):
+        points = {int(r["size"]): r for r in rows if r["what"] == what}
+        for axis, key in zip(axes[:, column], ["steps_per_s", "peak_mib"], strict=True):
+            axis.plot(list(points), [float(r[key]) for r in points.values()], "o-")
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(list(points), [str(x) for x in points])
+            axis.set_ylim(0)
+            axis.grid(alpha=0.3)
+        axes[1, column].set_xlabel(what)
+    axes[0, 0].set_ylabel("steps a second")
+    axes[1, 0].set_ylabel("peak memory, MiB")
+    figure.suptitle("ppo.py on CartPole-v1, otherwise at its defaults")
+    figure.tight_layout()
+    figure.savefig(RESULTS / "scaling.png", dpi=110)
 
 
 def main(args: Args) -> None:
-    """Run the rounds, append them to the results, and print medians."""
-    rows = []
-    for env_id, (script, steps) in CASES.items():
-        for round_number in range(args.rounds):
-            flags = f"--env-id {env_id} --total-timesteps {steps} --eval-episodes 0"
-            ours = output_of(sys.executable, ROOT / script, *flags.split())
-            ours = float(re.search(r"([\d,]+) steps/s", ours)[1].replace(",", ""))
-            peer = output_of(args.peer_python, ROOT / "benchmark/sb3_ppo.py", env_id, str(steps))
-            peer = float(peer.split()[-1])
-            rows.append(
-                {"env_id": env_id, "round": round_number, "ours": ours, "sb3": round(peer)}
-                | {"ratio": round(ours / peer, 3)}
-            )
-            print(rows[-1], flush=True)
-    append("speed.csv", [row | provenance() for row in rows])
-    for env_id in CASES:
-        mine, theirs = ([r[k] for r in rows if r["env_id"] == env_id] for k in ("ours", "sb3"))
-        a, b = statistics.median(mine), statistics.median(theirs)
-        print(f"{env_id}: ours {a:,.0f}, Stable-Baselines3 {b:,.0f} steps/s, ratio {a / b:.2f}")
+    """Do the parts that were asked for."""
+    if args.only in (None, "peer"):
+        compare(args)
+    if args.only in (None, "scaling"):
+        scaling()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,107 @@
+"""Measure where the time of a step goes, in our scripts, without and with --compile.
+
+    python benchmark/phases.py
+
+Each phase's functions are timed from outside, in the second half of a run; "alone" is what the same
+environments take where nothing else is done: the ceiling. Rows, in microseconds for a step of one
+environment, go to benchmark/results/phases.csv. Nothing else should run on the machine.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from provenance import provenance
+from run import append
+from speed import CASES, ROOT
+
+PHASES = ["environments", "act", "advantages", "update", "rest"]
+
+
+def measure(name: str, env_id: str, total_timesteps: int, compiled: bool) -> dict[str, float]:
+    """Train, and return each phase's microseconds a step."""
+    script = importlib.import_module(name)
+    spent = dict.fromkeys(PHASES, 0.0)
+    marks = []  # what was spent at the end of each iteration
+
+    def timed(phase: str, function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            spent[phase] += time.perf_counter() - start
+            return result
+
+        return call
+
+    def make_envs(*args: Any) -> Any:
+        envs = original_make_envs(*args)
+        envs.step = timed("environments", envs.step)
+        return envs
+
+    def check_finite(where: str, **values: Any) -> None:
+        if "losses/value_loss" in values:
+            marks.append({**spent, "total": time.perf_counter()})
+        original_check_finite(where, **values)
+
+    original_make_envs, script.make_envs = script.make_envs, make_envs
+    original_check_finite, script.check_finite = script.check_finite, check_finite
+    script.Agent.act = timed("act", script.Agent.act)
+    script.make_batch = timed("advantages", script.make_batch)
+    original_compile = torch.compile
+    if compiled:
+        torch.compile = lambda f, **kwargs: timed("update", original_compile(f, **kwargs))
+    else:
+        script.gradient_step = timed("update", script.gradient_step)
+    sizes = {"env_id": env_id, "total_timesteps": total_timesteps, "eval_episodes": 0}
+    args = script.Args(**sizes, compile=compiled)
+    script.train(args)
+
+    middle = len(marks) // 2
+    steps = (len(marks) - middle) * args.num_envs * args.num_steps
+    micros = {key: 1e6 * (marks[-1][key] - marks[middle - 1][key]) / steps for key in marks[0]}
+    micros["rest"] = micros["total"] - sum(micros[phase] for phase in PHASES)
+    envs = original_make_envs(args)
+    envs.reset(seed=1)
+    actions, count = envs.action_space.sample() * 0, total_timesteps // 2 // args.num_envs
+    start = time.perf_counter()
+    for _ in range(count):
+        envs.step(actions)
+    micros["alone"] = 1e6 * (time.perf_counter() - start) / count / args.num_envs
+    envs.close()
+    return {key: round(value, 1) for key, value in micros.items()}
+
+
+def main() -> None:
+    """Measure all cases, each in a process of its own, and append the rows."""
+    if sys.argv[1:]:
+        name, env_id, steps, compiled = sys.argv[1:]
+        print(json.dumps(measure(name, env_id, int(steps), compiled == "True")))
+        return
+    rows = []
+    for env_id, (script, steps, _) in CASES.items():
+        for compiled in (False, True):
+            words = [script.removesuffix(".py"), env_id, str(steps), str(compiled)]
+            with tempfile.TemporaryDirectory() as folder:
+                done = subprocess.run(
+                    [sys.executable, __file__, *words],
+                    cwd=folder,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
+            times = json.loads(done.stdout.splitlines()[-1])
+            rows.append({"env_id": env_id, "compiled": compiled} | times)
+            print(rows[-1], flush=True)
+    append("phases.csv", [row | provenance() for row in rows])
+
+
+if __name__ == "__main__":
+    main()
