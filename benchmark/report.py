@@ -47,9 +47,7 @@ def main() -> None:
             f"| {mean_and_spread(scores)} | {min(scores):.1f} .. {max(scores):.1f} "
             f"| {mean_and_spread(greedy)} | {PUBLISHED.get(env_id, '')} |"
         )
-    print(
-        "\n| environment | who | steps/s | beside Stable-Baselines3 | first iteration, s | peak, MiB |"
-    )
+    print("\n| environment | who | steps/s | ratio | first iteration, s | peak, MiB |")
     print("|---|---|---|---|---|---|")
     groups = defaultdict(list)
     for row in read("speed.csv"):
@@ -64,7 +62,7 @@ def main() -> None:
         print(f"| {env_id} | `{who}` | {' | '.join(figures)} |")
     for name in ("phases.csv", "scaling.csv"):
         rows = read(name)
-        columns = [x for x in rows[0] if x not in provenance()]
+        columns = [x for x in (rows[0] if rows else {}) if x not in provenance()]
         print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
         for row in rows:
             print(f"| {' | '.join(row[x] for x in columns)} |")

@@ -33,6 +33,9 @@ RUNS = [  # script, environment, seeds, further flags
     ("ppo_continuous.py", "HalfCheetah-v5", 5, ""),
     ("ppo_continuous.py", "Hopper-v5", 3, ""),
     ("ppo_continuous.py", "InvertedDoublePendulum-v5", 3, ""),
+    ("ppo.py", "CartPole-v1", 5, "--compile"),
+    ("torchrun --nproc-per-node=2 ppo.py", "CartPole-v1", 5, ""),
+    ("ppo_continuous.py", "HalfCheetah-v5", 5, "--compile"),
 ]
 LOCK = Lock()
 
@@ -42,6 +45,7 @@ class Args:
     """Train the recorded runs that are missing."""
 
     only: list[str] = field(default_factory=list)  # environments; all if none is named
+    flags: str | None = None  # runs with exactly these flags; any if left out
     jobs: int = 1  # runs at once
 
 
@@ -78,10 +82,14 @@ def curve(run: Path, points: int = 50) -> Iterator[dict[str, float]]:
 
 def train(script: str, env_id: str, seed: int, flags: str) -> None:
     """Run a script in an empty folder, and record the result."""
-    command = f"python {script} --env-id {env_id} --seed {seed} {flags}".strip()
+    command = f"{script} --env-id {env_id} --seed {seed} {flags}".strip()
+    command = command if command.startswith("torchrun") else f"python {command}"
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        words = [sys.executable, str(ROOT / script), *command.split()[2:]]
+        words = command.replace("python", sys.executable, 1).split()
+        words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
+        if words[0] == "torchrun":
+            words[:1] = [sys.executable, "-m", "torch.distributed.run"]
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{command} failed:\n{done.stderr}")
@@ -109,16 +117,20 @@ def main(args: Args) -> None:
         for script, env_id, seeds, flags in RUNS
         for seed in range(1, seeds + 1)
         if (not args.only or env_id in args.only)
+        and args.flags in (None, flags)
         and (script, env_id, flags, str(seed)) not in recorded
     ]
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda job: train(*job), jobs))
     for script, env_id, _, flags in RUNS:
-        rows = [r for r in read("runs.csv") if (r["env_id"], r["flags"]) == (env_id, flags)]
+        key = {"script": script, "env_id": env_id, "flags": flags}
+        rows = [row for row in read("runs.csv") if key.items() <= row.items()]
         scores = [float(row["score"]) for row in rows]
         if scores:
             spread = np.std(scores, ddof=1) if len(scores) > 1 else 0.0
-            print(f"{script} {env_id}: {np.mean(scores):.1f} ± {spread:.1f}, {len(scores)} seeds")
+            print(
+                f"{script} {env_id} {flags}: {np.mean(scores):.1f} ± {spread:.1f}, {len(scores)} seeds"
+            )
 
 
 if __name__ == "__main__":
