@@ -554,9 +554,10 @@ def train(args: Args) -> float:
         # The rollout is kept on the host, where environments and advantages need it.
         space, action_space = envs.single_observation_space, envs.single_action_space
         shape = (args.num_steps, own_args.num_envs)
-        dtype = np.uint8 if space.dtype == np.uint8 else np.float32
-        obs = np.zeros((shape[0] + 1, shape[1], *space.shape), dtype)
-        obs_rows = torch.from_numpy(obs).unbind()  # views of the same memory
+        dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
+        memory = torch.zeros(shape[0] + 1, shape[1], *space.shape, dtype=dtype)
+        memory = memory.pin_memory() if device.type == "cuda" else memory  # sent without waiting
+        obs, obs_rows = memory.numpy(), memory.unbind()  # views of it
         actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
         rewards = np.zeros(shape, np.float32)
         terminations, dones = np.zeros(shape, bool), np.zeros(shape, bool)
@@ -620,7 +621,8 @@ def train(args: Args) -> float:
             noise, final_obs, episodes = agent.sample_noise(*shape).unbind(), {}, []
             with torch.inference_mode():
                 for t in range(args.num_steps):
-                    actions[t] = agent.act(obs_rows[t].to(device), noise[t]).cpu().numpy()
+                    row = obs_rows[t].to(device, non_blocking=True)
+                    actions[t] = agent.act(row, noise[t]).cpu().numpy()
                     obs[t + 1], rewards[t], terminated, truncated, info = envs.step(actions[t])
                     terminations[t], dones[t] = terminated, terminated | truncated
                     global_step += args.num_envs

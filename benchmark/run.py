@@ -128,9 +128,8 @@ def main(args: Args) -> None:
         scores = [float(row["score"]) for row in rows]
         if scores:
             spread = np.std(scores, ddof=1) if len(scores) > 1 else 0.0
-            print(
-                f"{script} {env_id} {flags}: {np.mean(scores):.1f} ± {spread:.1f}, {len(scores)} seeds"
-            )
+            figures = f"{np.mean(scores):.1f} ± {spread:.1f}, {len(scores)} seeds"
+            print(f"{script} {env_id} {flags}: {figures}")
 
 
 if __name__ == "__main__":
