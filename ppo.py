@@ -345,6 +345,8 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
     if args.num_envs % world_size or batch_size // world_size % args.num_minibatches:
         parts = f"{world_size} processes of num_minibatches = {args.num_minibatches} parts each"
         raise UsageError(f"{rollout} samples don't divide into {parts}: change one of these")
+    if args.evaluate and world_size > 1:
+        raise UsageError("--evaluate takes one process: start it without torchrun")
     device = args.device
     if device == "auto":
         backends = {"cuda": torch.cuda, "mps": torch.backends.mps}
@@ -461,6 +463,10 @@ def train(args: Args) -> float:
                 optimizer.load_state_dict(saved["optimizer"])
             except (RuntimeError, ValueError) as error:
                 raise UsageError(f"{path} is for another environment or network") from error
+        if args.evaluate:
+            catching.close()
+            return evaluate(agent, eval_envs, args)["eval/return"]
+
         # As a tensor, so that compiled code doesn't depend on its value.
         learning_rate = torch.tensor(args.learning_rate, device=device)
         optimizer.param_groups[0]["lr"] = learning_rate
@@ -476,9 +482,6 @@ def train(args: Args) -> float:
                 needs = "--compile needs a C++ compiler and Python's headers, on a GPU Triton"
                 raise UsageError(f"{needs}: {str(error).splitlines()[0]}") from error
             learn = torch.compile(learn, mode="reduce-overhead")  # on a GPU, as CUDA graphs
-        if args.evaluate:
-            catching.close()
-            return evaluate(agent, eval_envs, args)["eval/return"]
 
         wandb_run = None
         if args.track:

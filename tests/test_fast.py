@@ -253,8 +253,11 @@ def test_two_halves_are_a_whole(name: str) -> None:
 
 
 def test_shares_that_do_not_divide() -> None:
-    """Environments that can't be split over the processes are refused in a sentence."""
+    """Environments that can't be split over processes are refused, and so is an evaluation."""
     environment = os.environ | {"WORLD_SIZE": "3"}
     sentence = refusal("ppo", env=environment)
     assert "num_envs * num_steps = 4 * 128" in sentence
     assert "3 processes" in sentence
+    environment["WORLD_SIZE"] = "2"
+    run = trained("ppo")
+    assert "without torchrun" in refusal("ppo", "--evaluate", run, env=environment)
