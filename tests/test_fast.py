@@ -259,5 +259,5 @@ def test_shares_that_do_not_divide() -> None:
     assert "num_envs * num_steps = 4 * 128" in sentence
     assert "3 processes" in sentence
     environment["WORLD_SIZE"] = "2"
-    run = trained("ppo")
+    run = trained("ppo", eval_episodes=1)
     assert "without torchrun" in refusal("ppo", "--evaluate", run, env=environment)
