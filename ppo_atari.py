@@ -220,9 +220,10 @@ class Agent(nn.Module):
 
     def features(self, obs: Tensor) -> Tensor:
         """What actor and critic share, (B, 512), of observations scaled to 0 .. 1 (detail 22)."""
-        obs = obs.to(torch.float32, copy=True, memory_format=torch.channels_last)
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        obs = obs.to(dtype, copy=True, memory_format=torch.channels_last).div_(255)
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            return self.network(obs.div_(255)).float()
+            return self.network(obs).float()
 
     def sample_noise(self, *shape: int) -> Tensor:
         """Gumbel noise for `act`, (*shape, number of actions)."""
