@@ -122,10 +122,11 @@ def plot() -> None:
     for column, what in enumerate(["num_envs", "num_steps"]):
         points = {int(r["size"]): r for r in rows if r["what"] == what}
         for axis, key in zip(axes[:, column], ["steps_per_s", "peak_mib"], strict=True):
-            axis.plot(list(points), [float(r[key]) for r in points.values()], "o-")
+            values = [float(row[key]) for row in points.values()]
+            axis.plot(list(points), values, "o-")
             axis.set_xscale("log", base=2)
             axis.set_xticks(list(points), [str(x) for x in points])
-            axis.set_ylim(0)
+            axis.set_ylim(0, 1.1 * max(values))
             axis.grid(alpha=0.3)
         axes[1, column].set_xlabel(what)
     axes[0, 0].set_ylabel("steps a second")
