@@ -1,5 +1,6 @@
 """Measure speed: beside Stable-Baselines3, and against the sizes of a run.
 
+    pip install -r benchmark/requirements.txt
     python -m venv /tmp/sb3
     /tmp/sb3/bin/pip install stable-baselines3 "gymnasium[mujoco]" mujoco==3.10.0 tensorboard \
         ale-py==0.12.1 opencv-python-headless
@@ -32,6 +33,7 @@ CASES = {  # environment: script, steps, variants of ours
     "HalfCheetah-v5": ("ppo_continuous.py", 24_576, ["", "--compile"]),
     "ALE/Breakout-v5": ("ppo_atari.py", 8192, ["", "--compile", "--bf16", "--bf16 --compile"]),
 }
+FIGURES = ["first_iteration_s", "peak_mib", "steps_per_s"]
 ENVS, STEPS = (1, 4, 16, 64, 256), (32, 128, 512, 2048)
 SCALES = {  # what varies: its sizes, with steps enough for a few iterations
     "num_envs": {n: f"--num-envs {n} --total-timesteps {max(20_480, 1024 * n)}" for n in ENVS},
@@ -46,7 +48,7 @@ class Args:
 
     peer_python: str = ""  # the python of an environment with stable-baselines3
     rounds: int = 5  # alternations; the median counts
-    only: Literal["peer", "scaling"] | None = None  # part to do; both by default
+    only: Literal["peer", "cold", "scaling"] | None = None  # part to do; all by default
     env_id: str | None = None  # environment to compare on; all of them by default
 
 
@@ -89,17 +91,32 @@ def compare(args: Args) -> None:
             for flags in variants:
                 run = f"--env-id {env_id} --total-timesteps {steps} {flags}"
                 speeds[f"{script} {flags}".strip()] = measure(script, run)
-            blank = {"first_iteration_s": "", "peak_mib": ""}
+            blank = dict.fromkeys(FIGURES, "")
             for who, figures in speeds.items():
-                rows.append(
-                    {"env_id": env_id, "round": round_number, "who": who, **blank} | figures
-                )
+                row = {"env_id": env_id, "round": round_number, "who": who}
+                rows.append(row | blank | figures)
                 print(rows[-1], flush=True)
         append("speed.csv", [row | provenance() for row in rows])
         by = {who: [r["steps_per_s"] for r in rows if r["who"] == who] for who in speeds}
         medians = {who: statistics.median(x) for who, x in by.items()}
         for who, speed in medians.items():
             print(f"{env_id} {who}: {speed:,.0f}, {speed / medians['Stable-Baselines3']:.2f} x")
+
+
+def cold() -> None:
+    """What compilation takes where nothing was compiled before."""
+    rows = []
+    for env_id, (script, steps, variants) in CASES.items():
+        for flags in (flags for flags in variants if "--compile" in flags):
+            run = f"--env-id {env_id} --total-timesteps {steps} {flags}"
+            with tempfile.TemporaryDirectory() as cache:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+                figures = measure(script, run)
+                del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+            row = {"env_id": env_id, "round": 0, "who": f"{script} {flags}, empty cache"}
+            rows.append(row | {key: figures[key] for key in FIGURES})
+            print(rows[-1], flush=True)
+    append("speed.csv", [row | provenance() for row in rows])
 
 
 def scaling() -> None:
@@ -140,6 +157,8 @@ def main(args: Args) -> None:
     """Do the parts that were asked for."""
     if args.only in (None, "peer"):
         compare(args)
+    if args.only in (None, "cold"):
+        cold()
     if args.only in (None, "scaling"):
         scaling()
 
