@@ -470,7 +470,7 @@ def train(args: Args) -> float:
             path, saved = load_checkpoint(args.resume or args.evaluate)
         if args.resume:
             free = {"resume", "device", "num_threads", "track", "eval_episodes", "capture_video"}
-            changed = {k for k, v in asdict(args).items() if v != saved["args"][k]} - free
+            changed = sorted({k for k, v in asdict(args).items() if v != saved["args"][k]} - free)
             if changed:
                 raise UsageError(f"{path} goes on as it began: leave out {', '.join(changed)}")
             if saved["finished"]:
@@ -673,14 +673,14 @@ def train(args: Args) -> float:
             score = float(np.mean(last_returns)) if last_returns else float("nan")
             sps = (global_step - begin * batch_size) / (time.perf_counter() - start_time)
             means = gather(torch.stack(metrics)).mean(0).tolist()
-            losses = {f"losses/{name}": x for name, x in zip(METRICS, means, strict=True)}
-            check_finite(where, **losses)
+            metrics = dict(zip(METRICS, means, strict=True))
+            check_finite(where, **metrics)
             samples = gather(torch.stack([first.values, first.returns, first.advantages], 1))
             values, targets, advantages = samples.unbind(1)
             explained_variance = 1 - (targets - values).var() / targets.var()
             log(
                 global_step,
-                losses
+                {f"losses/{name}": value for name, value in metrics.items()}
                 | agent.finish_iteration(rollout.obs[:-1])
                 | {
                     "losses/explained_variance": explained_variance.item(),

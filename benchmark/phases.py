@@ -46,7 +46,7 @@ def measure(name: str, env_id: str, total_timesteps: int, compiled: bool) -> dic
         return envs
 
     def check_finite(where: str, **values: Any) -> None:
-        if "losses/value_loss" in values:
+        if "value_loss" in values:
             marks.append({**spent, "total": time.perf_counter()})
         original_check_finite(where, **values)
 

@@ -282,7 +282,7 @@ def test_evaluation_favours_no_episode(capsys: pytest.CaptureFixture) -> None:
     [
         ({"env_kwargs": {"what": "observation", "when": 600}}, "observation", 4),
         ({"env_kwargs": {"what": "reward", "when": 600}}, "reward", 4),
-        ({"learning_rate": 1e30}, "(loss|gradient)", 0),
+        ({"learning_rate": 1e30}, "(policy_loss|value_loss|grad_norm)", 0),
     ],
 )
 @pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
