@@ -508,7 +508,7 @@ def train(args: Args) -> float:
             torch.compiler.reset()  # forget what an earlier call of train compiled
             # Otherwise the gradients' computation would be left out of the compiled code.
             on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
-            torch._logging.set_logs(dynamo=logging.ERROR)
+            torch._logging.set_logs(dynamo=logging.ERROR)  # it warns of Adam's profiler marks
             try:
                 torch.compile(lambda x: x + 1)(learning_rate)
             except Exception as error:
@@ -648,6 +648,7 @@ def train(args: Args) -> float:
                     batch = make_batch(agent, rollout, args)._replace(logprobs=batch.logprobs)
                 order = torch.randperm(len(batch.obs), device=device)  # detail 6
                 for indices in order.chunk(args.num_minibatches):
+                    # A copy: the next replay of a CUDA graph overwrites what this one returns.
                     metrics.append(learn(agent, optimizer, batch, indices, args).clone())
                 if args.target_kl is not None:
                     means = gather(torch.stack(metrics[-args.num_minibatches :])).mean(0)

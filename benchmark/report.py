@@ -30,6 +30,21 @@ def median(rows: list[dict[str, str]], key: str) -> float:
     return statistics.median(float(row[key]) for row in rows)
 
 
+def paired(script: str, flags: str) -> str:
+    """How a variant's mean return over all of a CartPole run differs from ppo.py's, by seed."""
+    curves = defaultdict(list)
+    for row in read("curves.csv"):
+        if row["env_id"] == "CartPole-v1":
+            curves[row["script"], row["flags"], row["seed"]].append(float(row["return"]))
+    seeds = [seed for name, own, seed in curves if (name, own) == (script, flags)]
+    differences = [
+        statistics.mean(curves[script, flags, seed]) - statistics.mean(curves["ppo.py", "", seed])
+        for seed in seeds
+    ]
+    error = statistics.stdev(differences) / len(seeds) ** 0.5
+    return f"{script} {flags}: {statistics.mean(differences):.1f} ± {error:.1f}, {len(seeds)} seeds"
+
+
 def main() -> None:
     """Print the tables, in Markdown."""
     groups = defaultdict(list)
@@ -61,6 +76,9 @@ def main() -> None:
         ratio = "-" if "empty cache" in who else f"{speed / peer:.2f}"  # those ran another time
         figures = [f"{speed:,.0f}", ratio, *others]
         print(f"| {env_id} | `{who}` | {' | '.join(figures)} |")
+    print("\nMean return over a CartPole run beside ppo.py's (paired, standard error):")
+    print(paired("ppo.py", "--compile"))
+    print(paired("torchrun --nproc-per-node=2 ppo.py", ""))
     for name in ("phases.csv", "scaling.csv"):
         rows = read(name)
         columns = [x for x in (rows[0] if rows else {}) if x not in provenance()]

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parent.parent
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
 
 
-def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any, Any, Any]:
+def setting(script: ModuleType, device: str = "cpu") -> tuple[Any, Any, Any]:
     """An agent, a random batch for it, and its arguments."""
-    args = script.Args(**SHORT[script.__name__] | {"num_envs": 2} | flags)
+    args = script.Args(**SHORT[script.__name__] | {"num_envs": 2})
     envs = script.make_envs(args)
     torch.manual_seed(1)
     agent = script.Agent(envs, args).to(device)
@@ -211,7 +211,6 @@ def test_job(name: str, folder: Path) -> None:
 
 
 HALVES = """
-import copy
 import torch
 import torch.distributed as dist
 import {name} as script
