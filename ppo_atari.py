@@ -451,12 +451,13 @@ def train(args: Args) -> float:
     with contextlib.ExitStack() as on_exit:
         # --------------------------------------- set-up ---------------------------------------
         device = set_up(args, on_exit)
-        rank, world_size = 0, 1
+        rank, world_size, stamp = 0, 1, f"{datetime.now():%Y%m%d-%H%M%S-%f}"
         if dist.is_initialized():  # torchrun: each process has its share; the first one reports
             rank, world_size = dist.get_rank(), dist.get_world_size()
+            dist.broadcast_object_list(stamps := [stamp])  # one name of the run for all
+            stamp = stamps[0]
             args = replace(args, eval_episodes=0, track=False) if rank else args
         own_args = replace(args, num_envs=args.num_envs // world_size)
-        stamp = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
         run_name = re.sub("[/:]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}")
         path, saved = Path("runs", run_name, "checkpoint.pt"), None
         if args.resume or args.evaluate:
