@@ -170,6 +170,8 @@ def torchrun(code: str, *arguments: str) -> subprocess.CompletedProcess:
     """Run code in two processes."""
     Path("job.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    # By itself it runs Python unbuffered, and what the two print would mingle within a line.
+    command += ["--no-python", sys.executable]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*command, "job.py", *arguments],
