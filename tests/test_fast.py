@@ -162,7 +162,8 @@ arguments = {flags}
 if sys.argv[1:]:
     arguments["resume"] = sys.argv[1]
 score = script.train(script.Args(**arguments))
-print("checked", len(checked), "score", score)
+# One write: print would make several, and those of the two processes mingle.
+sys.stdout.write(f"checked {{len(checked)}} score {{score}}\\n")
 """
 
 
@@ -170,8 +171,6 @@ def torchrun(code: str, *arguments: str) -> subprocess.CompletedProcess:
     """Run code in two processes."""
     Path("job.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    # By itself it runs Python unbuffered, and what the two print would mingle within a line.
-    command += ["--no-python", sys.executable]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*command, "job.py", *arguments],
@@ -213,6 +212,7 @@ def test_job(name: str, folder: Path) -> None:
 
 
 HALVES = """
+import sys
 import torch
 import torch.distributed as dist
 import {name} as script
@@ -239,7 +239,7 @@ if hasattr(script, "RunningStatistics"):
         statistics.update(part.chunk(2)[rank])
     torch.testing.assert_close(statistics.mean, values.mean(), rtol=1e-3, atol=0)
     torch.testing.assert_close(statistics.var, values.var(correction=0), rtol=1e-3, atol=0)
-print("same")
+sys.stdout.write("same\\n")
 """
 
 
