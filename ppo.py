@@ -16,6 +16,7 @@ et al. 2022). `diff ppo.py ppo_continuous.py` shows what continuous actions chan
 import contextlib
 import io
 import logging
+import math
 import os
 import random
 import re
@@ -57,6 +58,7 @@ class Args:
     num_threads: int = 1  # CPU threads of PyTorch, 0: its own choice; 1 is fastest for an MLP
     compile: bool = False  # compile the gradient steps: seconds to start with, faster then
     vectorization: Literal["sync", "async"] = "sync"  # environments in this process or one each
+    mask_actions: bool = False  # never choose an action that info["action_mask"] has a 0 for
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project there
     wandb_entity: str | None = None  # team there
@@ -72,7 +74,8 @@ class Args:
     num_minibatches: int = 4  # minibatches that a rollout is split into
     update_epochs: int = 4  # passes over a rollout
     learning_rate: float = 2.5e-4  # Adam's step size
-    anneal_lr: bool = True  # let the learning rate fall linearly to 0
+    anneal_lr: bool = True  # let the learning rate fall to 0; otherwise it is constant
+    lr_schedule: Literal["linear", "cosine"] = "linear"  # how it falls
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     recompute_advantages: bool = False  # recompute values and advantages at each epoch
@@ -81,6 +84,7 @@ class Args:
     clip_vloss: bool = True  # clip how far a value moves from its old estimate, by clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
+    smooth_l1: bool = False  # value loss: linear above an error of 1, instead of quadratic
     max_grad_norm: float = 0.5  # clip the gradient to this norm
     target_kl: float | None = None  # begin no further epoch after one with a larger mean KL
 
@@ -106,6 +110,34 @@ def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
         raise UsageError(f"{args.env_id} refuses {refused}: {error!r}; leave it out") from error
 
 
+class AppendActionMask(gym.Wrapper):
+    """Append `info["action_mask"]` to flat observations: 1 for a valid action, 0 for another."""
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        if not isinstance(env.action_space, Discrete):
+            raise UsageError(f"--mask-actions is for Discrete actions, not {env.action_space}")
+        space, zeros = env.observation_space, np.zeros(env.action_space.n)
+        ends = np.append(space.low, zeros), np.append(space.high, zeros + 1)
+        self.observation_space = Box(*(x.astype(np.float32) for x in ends))
+
+    def append(self, obs: np.ndarray, info: dict[str, Any]) -> np.ndarray:
+        """The observation with the mask; both are needed for the update, so both are stored."""
+        if "action_mask" not in info:
+            raise UsageError("--mask-actions needs an info with an action_mask: there is none")
+        return np.append(obs, info["action_mask"])
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        """Reset the environment."""
+        obs, info = self.env.reset(**kwargs)
+        return self.append(obs, info), info
+
+    def step(self, action: int) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
+        """Step the environment."""
+        obs, *rest = self.env.step(action)
+        return self.append(obs, rest[-1]), *rest
+
+
 def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.VectorEnv:
     """Make the environments: vectors to observe, MultiDiscrete actions, raw rewards.
 
@@ -117,6 +149,8 @@ def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.Vector
     mode = {"vectorization_mode": args.vectorization, "vector_kwargs": vector_kwargs}
     # Flattening copies, too: an environment may overwrite its last observation in the reset.
     wrappers = [gym.wrappers.FlattenObservation]
+    if args.mask_actions:
+        wrappers.append(AppendActionMask)
     if video_folder:
 
         def record(env: gym.Env) -> gym.Env:
@@ -189,10 +223,14 @@ class Agent(nn.Module):
         # Every choice has max(nvec) logits; those of values that it lacks are lowered by 1e8.
         lacking = torch.as_tensor(np.arange(max(nvec)) >= nvec[:, None])
         self.register_buffer("padding", torch.where(lacking, -1e8, 0.0))
+        self.mask_actions = args.mask_actions
 
     def logits(self, obs: Tensor) -> Tensor:
         """Unnormalized log-probabilities, (B, k, max(nvec))."""
-        return self.actor(obs.float()).view(-1, *self.padding.shape) + self.padding
+        logits = self.actor(obs.float()).view(-1, *self.padding.shape) + self.padding
+        if self.mask_actions:  # the end of an observation; see AppendActionMask
+            logits += 1e8 * (obs[:, None, -logits.shape[-1] :].float() - 1)
+        return logits
 
     def sample_noise(self, *shape: int) -> Tensor:
         """Gumbel noise for `act`, (*shape, k, max(nvec))."""
@@ -270,10 +308,15 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio)  # detail 8
 
-    value_loss = 0.5 * (values - batch.returns).square()
+    def value_error(values: Tensor) -> Tensor:
+        if args.smooth_l1:
+            return nn.functional.smooth_l1_loss(values, batch.returns, reduction="none")
+        return 0.5 * (values - batch.returns).square()
+
+    value_loss = value_error(values)
     if args.clip_vloss:  # detail 9
         clipped = values.clamp(batch.values - args.clip_coef, batch.values + args.clip_coef)
-        value_loss = torch.max(value_loss, 0.5 * (clipped - batch.returns).square())
+        value_loss = torch.max(value_loss, value_error(clipped))
 
     # Detail 10. One mean of the sum, rather than a sum of means: fewer operations.
     loss = (policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy).mean()
@@ -605,7 +648,9 @@ def train(args: Args) -> float:
             if obs.dtype != np.uint8:
                 check_finite(where, observation=obs, reward=rewards)
             if args.anneal_lr:  # detail 4
-                learning_rate.fill_(args.learning_rate * (1 - iteration / num_iterations))
+                done = iteration / num_iterations
+                factors = {"linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
+                learning_rate.fill_(args.learning_rate * factors[args.lr_schedule])
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             tensors = (torch.as_tensor(x, device=device) for x in (obs, actions))
             rollout = Rollout(*tensors, scaled_rewards, terminations, dones, final_obs)

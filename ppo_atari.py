@@ -16,6 +16,7 @@ et al. 2022). `diff ppo.py ppo_atari.py` shows what pixels change.
 import contextlib
 import io
 import logging
+import math
 import os
 import random
 import re
@@ -27,7 +28,7 @@ from collections import deque, namedtuple
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ale_py
 import gymnasium as gym
@@ -75,7 +76,8 @@ class Args:
     num_minibatches: int = 4  # minibatches that a rollout is split into
     update_epochs: int = 4  # passes over a rollout
     learning_rate: float = 2.5e-4  # Adam's step size
-    anneal_lr: bool = True  # let the learning rate fall linearly to 0
+    anneal_lr: bool = True  # let the learning rate fall to 0; otherwise it is constant
+    lr_schedule: Literal["linear", "cosine"] = "linear"  # how it falls
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     recompute_advantages: bool = False  # recompute values and advantages at each epoch
@@ -84,6 +86,7 @@ class Args:
     clip_vloss: bool = True  # clip how far a value moves from its old estimate, by clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
+    smooth_l1: bool = False  # value loss: linear above an error of 1, instead of quadratic
     max_grad_norm: float = 0.5  # clip the gradient to this norm
     target_kl: float | None = None  # begin no further epoch after one with a larger mean KL
 
@@ -303,10 +306,15 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio)  # detail 8
 
-    value_loss = 0.5 * (values - batch.returns).square()
+    def value_error(values: Tensor) -> Tensor:
+        if args.smooth_l1:
+            return nn.functional.smooth_l1_loss(values, batch.returns, reduction="none")
+        return 0.5 * (values - batch.returns).square()
+
+    value_loss = value_error(values)
     if args.clip_vloss:  # detail 9
         clipped = values.clamp(batch.values - args.clip_coef, batch.values + args.clip_coef)
-        value_loss = torch.max(value_loss, 0.5 * (clipped - batch.returns).square())
+        value_loss = torch.max(value_loss, value_error(clipped))
 
     # Detail 10. One mean of the sum, rather than a sum of means: fewer operations.
     loss = (policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy).mean()
@@ -638,7 +646,9 @@ def train(args: Args) -> float:
             if obs.dtype != np.uint8:
                 check_finite(where, observation=obs, reward=rewards)
             if args.anneal_lr:  # detail 4
-                learning_rate.fill_(args.learning_rate * (1 - iteration / num_iterations))
+                done = iteration / num_iterations
+                factors = {"linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
+                learning_rate.fill_(args.learning_rate * factors[args.lr_schedule])
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             tensors = (torch.as_tensor(x, device=device) for x in (obs, actions))
             rollout = Rollout(*tensors, scaled_rewards, terminations, dones, final_obs)

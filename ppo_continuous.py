@@ -58,6 +58,9 @@ class Args:
     num_threads: int = 1  # CPU threads of PyTorch, 0: its own choice; 1 is fastest for an MLP
     compile: bool = False  # compile the gradient steps: seconds to start with, faster then
     vectorization: Literal["sync", "async"] = "sync"  # environments in this process or one each
+    squash: bool = False  # bound actions by tanh, with the density to match, instead of clipping
+    state_std: bool = False  # let the policy's standard deviation depend on the state
+    log_std_init: float = 0.0  # logarithm of the standard deviation at first
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project there
     wandb_entity: str | None = None  # team there
@@ -73,7 +76,8 @@ class Args:
     num_minibatches: int = 32  # minibatches that a rollout is split into
     update_epochs: int = 10  # passes over a rollout
     learning_rate: float = 3e-4  # Adam's step size
-    anneal_lr: bool = True  # let the learning rate fall linearly to 0
+    anneal_lr: bool = True  # let the learning rate fall to 0; otherwise it is constant
+    lr_schedule: Literal["linear", "cosine"] = "linear"  # how it falls
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     recompute_advantages: bool = False  # recompute values and advantages at each epoch
@@ -82,6 +86,7 @@ class Args:
     clip_vloss: bool = True  # clip how far a value moves from its old estimate, by clip_coef
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
+    smooth_l1: bool = False  # value loss: linear above an error of 1, instead of quadratic
     max_grad_norm: float = 0.5  # clip the gradient to this norm
     target_kl: float | None = None  # begin no further epoch after one with a larger mean KL
 
@@ -142,6 +147,7 @@ def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.Vector
     middle, half_range = (low + high) / 2, (high - low) / 2
 
     def to_env(actions: np.ndarray) -> np.ndarray:
+        actions = np.tanh(actions) if args.squash else actions
         actions = middle + half_range * actions.reshape(shape)
         return np.minimum(np.maximum(actions, low), high).astype(dtype, copy=False)
 
@@ -195,6 +201,11 @@ class RunningStatistics(nn.Module):
         self.count.copy_(total)
 
 
+def log_slope_of_tanh(u: Tensor) -> Tensor:
+    """log(1 - tanh(u)^2), exact for large u too, summed over the last dimension."""
+    return 2 * (math.log(2) - u - nn.functional.softplus(-2 * u)).sum(-1)
+
+
 class Agent(nn.Module):
     """Separate actor and critic (detail 26); in its shapes, B is the batch and k the actions."""
 
@@ -207,9 +218,10 @@ class Agent(nn.Module):
             last = layer_init(nn.Linear(64, num_outputs), std)
             return MLP(first, nn.Tanh(), second, nn.Tanh(), last)
 
-        self.actor = mlp(k, std=0.01)
+        self.actor = mlp(2 * k if args.state_std else k, std=0.01)
         self.critic = mlp(1, std=1.0)
-        self.log_std = nn.Parameter(torch.zeros(k))  # the same in every state (detail 24)
+        self.log_std = nn.Parameter(torch.full((k,), args.log_std_init))
+        self.squash, self.state_std = args.squash, args.state_std
         self.obs_statistics = RunningStatistics((obs_size,))
         self.return_statistics = RunningStatistics(())
         self.discounted_returns = np.zeros(envs.num_envs, np.float32)
@@ -219,15 +231,22 @@ class Agent(nn.Module):
         mean, var = self.obs_statistics.mean, self.obs_statistics.var
         return nn.functional.batch_norm(obs.float(), mean, var, eps=1e-8).clamp(-10, 10)
 
+    def policy(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log standard deviation of the actions, (B, k) or (k,), for normalized obs."""
+        mean, log_std = self.actor(obs), self.log_std  # the same in every state (detail 24)
+        if self.state_std:
+            mean, deviation = mean.chunk(2, -1)
+            log_std = log_std + deviation
+        return mean, log_std
+
     def sample_noise(self, *shape: int) -> Tensor:
-        """Gaussian noise for `act`, of the policy's standard deviation, (*shape, k)."""
-        with torch.no_grad():
-            std = self.log_std.exp()
-            return std * torch.randn(*shape, *std.shape, device=std.device)
+        """Gaussian noise for `act`, (*shape, k)."""
+        return torch.randn(*shape, *self.log_std.shape, device=self.log_std.device)
 
     def act(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-        """Actions, (B, k): the most probable or, with noise, a sample (detail 23)."""
-        return self.actor(self.normalize(obs)) + noise
+        """Actions, (B, k), before any tanh: the mode or, with noise, a sample (detail 23)."""
+        mean, log_std = self.policy(self.normalize(obs))
+        return mean + log_std.exp() * noise
 
     def value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
@@ -236,10 +255,14 @@ class Agent(nn.Module):
     def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, ...]:
         """Log-probability and entropy, summed over the k actions (detail 25), and value, (B,)."""
         obs = self.normalize(obs)
-        z = (actions - self.actor(obs)) / self.log_std.exp()
-        log_scale = self.log_std.sum() + 0.5 * math.log(2 * math.pi) * len(self.log_std)
-        logprobs = -0.5 * z.square().sum(-1) - log_scale
-        entropy = (log_scale + 0.5 * len(self.log_std)).expand_as(logprobs)
+        mean, log_std = self.policy(obs)
+        std, k = log_std.exp(), len(self.log_std)
+        log_scale = log_std.sum(-1) + 0.5 * math.log(2 * math.pi) * k
+        logprobs = -0.5 * ((actions - mean) / std).square().sum(-1) - log_scale
+        entropy = (log_scale + 0.5 * k).expand_as(logprobs)
+        if self.squash:  # p(tanh u) = p(u) / (1 - tanh(u)^2); the entropy by one sample of u
+            logprobs = logprobs - log_slope_of_tanh(actions)
+            entropy = entropy + log_slope_of_tanh(mean + std * torch.randn_like(mean))
         return logprobs, entropy, self.critic(obs).squeeze(-1)
 
     def scale_rewards(self, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
@@ -258,8 +281,10 @@ class Agent(nn.Module):
 
         Only now, so that the policy is the same function throughout a rollout and its update.
         """
+        with torch.no_grad():
+            std = self.policy(self.normalize(obs[-1]))[1].exp().mean().item()
         self.obs_statistics.update(obs.flatten(0, 1).float())
-        return {"charts/policy_std": self.log_std.exp().mean().item()}
+        return {"charts/policy_std": std}
 
 
 def compute_advantages(
@@ -310,10 +335,15 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio)  # detail 8
 
-    value_loss = 0.5 * (values - batch.returns).square()
+    def value_error(values: Tensor) -> Tensor:
+        if args.smooth_l1:
+            return nn.functional.smooth_l1_loss(values, batch.returns, reduction="none")
+        return 0.5 * (values - batch.returns).square()
+
+    value_loss = value_error(values)
     if args.clip_vloss:  # detail 9
         clipped = values.clamp(batch.values - args.clip_coef, batch.values + args.clip_coef)
-        value_loss = torch.max(value_loss, 0.5 * (clipped - batch.returns).square())
+        value_loss = torch.max(value_loss, value_error(clipped))
 
     # Detail 10. One mean of the sum, rather than a sum of means: fewer operations.
     loss = (policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy).mean()
@@ -645,7 +675,9 @@ def train(args: Args) -> float:
             if obs.dtype != np.uint8:
                 check_finite(where, observation=obs, reward=rewards)
             if args.anneal_lr:  # detail 4
-                learning_rate.fill_(args.learning_rate * (1 - iteration / num_iterations))
+                done = iteration / num_iterations
+                factors = {"linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
+                learning_rate.fill_(args.learning_rate * factors[args.lr_schedule])
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             tensors = (torch.as_tensor(x, device=device) for x in (obs, actions))
             rollout = Rollout(*tensors, scaled_rewards, terminations, dones, final_obs)

@@ -134,6 +134,32 @@ class Choices(Probe):
         return float(np.mean(np.asarray(action) == best))
 
 
+class Masked(Probe):
+    """Four actions, of which a random half is valid in a state; the others break it.
+
+    Worth more the higher the action; an episode has five steps.
+    """
+
+    def __init__(self) -> None:
+        self.action_space = Discrete(4)
+
+    def draw(self) -> dict[str, np.ndarray]:
+        """An info with a mask, two ones and two zeros."""
+        self.mask = self.np_random.permutation(np.array([0, 0, 1, 1], np.int8))
+        return {"action_mask": self.mask}
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        """Begin an episode."""
+        obs, _ = super().reset(**kwargs)
+        return obs, self.draw()
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Take a valid action."""
+        assert self.mask[action] == 1, f"{action} was masked"
+        self.steps += 1
+        return self.observe(), float(action), self.steps == 5, False, self.draw()
+
+
 class Bounded(Probe):
     """Continuous actions within 2 .. 10 and -0.3 .. 0, all of which it keeps."""
 

@@ -1,5 +1,7 @@
 """The agents' distributions and statistics, against torch's and numpy's own."""
 
+from typing import Any
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -68,11 +70,10 @@ def test_atari() -> None:
     assert torch.equal(agent.act(obs), choice.probs.argmax(-1))
 
 
-def continuous_agent() -> ppo_continuous.Agent:
-    """An agent with 5 numbers to observe and 3 to choose."""
-    return ppo_continuous.Agent(
-        Spaces(Box(-1, 1, (5,)), Box(-np.inf, np.inf, (3,))), ppo_continuous.Args()
-    )
+def continuous_agent(num_actions: int = 3, **flags: Any) -> ppo_continuous.Agent:
+    """An agent with 5 numbers to observe."""
+    spaces = Spaces(Box(-1, 1, (5,)), Box(-np.inf, np.inf, (num_actions,)))
+    return ppo_continuous.Agent(spaces, ppo_continuous.Args(**flags))
 
 
 def test_continuous() -> None:
@@ -87,9 +88,72 @@ def test_continuous() -> None:
     torch.testing.assert_close(value, agent.value(obs))
     torch.testing.assert_close(agent.act(obs), normal.mean)
     noise = agent.sample_noise(100_000)
-    torch.testing.assert_close(agent.act(obs, noise[:7]), normal.mean + noise[:7])
-    torch.testing.assert_close(noise.std(0), agent.log_std.exp().detach(), rtol=0.02, atol=0)
-    assert (noise.mean(0) / noise.std(0)).abs().max() < 0.02
+    torch.testing.assert_close(agent.act(obs, noise[:7]), normal.mean + normal.scale * noise[:7])
+    torch.testing.assert_close(noise.std(0), torch.ones(3), rtol=0.02, atol=0)
+    assert noise.mean(0).abs().max() < 0.02
+
+
+def test_deviation_of_the_state() -> None:
+    """With state_std, every observation has a deviation of its own, which the actions follow."""
+    agent = continuous_agent(state_std=True, log_std_init=-0.7)
+    assert agent.policy(torch.zeros(1, 5))[1].tolist() == [pytest.approx([-0.7] * 3)]
+    agent.actor[-1].weight.data.normal_(std=0.3)
+    obs, actions = torch.randn(7, 5), torch.randn(7, 3)
+    mean, change = agent.actor(obs).split(3, -1)
+    normal = Normal(mean, (change - 0.7).exp())
+    assert normal.scale.std(0).min() > 0.05
+    logprobs, entropy, _ = agent.evaluate_actions(obs, actions)
+    torch.testing.assert_close(logprobs, normal.log_prob(actions).sum(-1))
+    torch.testing.assert_close(entropy, normal.entropy().sum(-1))
+    torch.testing.assert_close(agent.act(obs), mean)
+    samples = torch.stack([agent.act(obs, agent.sample_noise(7)) for _ in range(4000)])
+    torch.testing.assert_close(samples.std(0), normal.scale.detach(), rtol=0.06, atol=0)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.5])
+def test_squashed_density(mean: float) -> None:
+    """The density of tanh's value integrates to 1, and to the entropy, on a grid over -1 .. 1."""
+    torch.manual_seed(0)
+    agent = continuous_agent(num_actions=1, squash=True, log_std_init=-0.5)
+    agent.actor[-1].weight.data.zero_()
+    agent.actor[-1].bias.data.fill_(mean)
+    edges = torch.linspace(-1, 1, 200_001, dtype=torch.float64)
+    y = (edges[1:] + edges[:-1]) / 2
+    u = torch.atanh(y)[:, None].float()
+    logprobs, entropy, _ = agent.evaluate_actions(torch.zeros(len(u), 5), u)
+    density = logprobs.double().exp()
+    width = 2 / len(y)
+    assert (density * width).sum().item() == pytest.approx(1, abs=1e-3)
+    exact = -(density * logprobs * width).sum().item()
+    assert entropy.mean().item() == pytest.approx(exact, abs=0.01)  # of one sample a row
+    # The probability of each half, from the distribution of what tanh is applied to.
+    normal = Normal(mean, float(np.exp(-0.5)))
+    half = (density * width)[y > 0.5].sum().item()
+    assert half == pytest.approx(1 - normal.cdf(torch.atanh(torch.tensor(0.5))).item(), abs=1e-3)
+    far = torch.full((1, 1), 40.0)  # where tanh is 1 in floats, and 1 - tanh^2 would be 0
+    assert torch.isfinite(agent.evaluate_actions(torch.zeros(1, 5), far)[0]).all()
+
+
+def test_masked_actions() -> None:
+    """Masked actions have no probability and no part in the entropy, and are never chosen."""
+    space = Box(-1, 1, (5 + 4,))  # 5 numbers, and the mask
+    agent = ppo.Agent(Spaces(space, MultiDiscrete([4])), ppo.Args(mask_actions=True))
+    agent.actor[-1].weight.data.normal_()
+    obs = torch.randn(1000, 9)
+    obs[:, -4:] = torch.randint(2, (1000, 4))
+    obs[torch.arange(1000), 5 + torch.randint(4, (1000,))] = 1  # at least one is valid
+    valid = obs[:, -4:].bool()
+    logits = agent.actor(obs).where(valid, torch.tensor(-torch.inf))
+    choice = Categorical(logits=logits)
+    actions = agent.act(obs, agent.sample_noise(1000))
+    for chosen in actions, agent.act(obs):
+        assert valid.gather(1, chosen).all()
+    logprobs, entropy, _ = agent.evaluate_actions(obs, actions)
+    torch.testing.assert_close(logprobs, choice.log_prob(actions[:, 0]))
+    torch.testing.assert_close(entropy, choice.entropy())
+    some = ~valid.all(1)
+    invalid = (~valid[some]).int().argmax(1, keepdim=True)
+    assert agent.evaluate_actions(obs[some], invalid)[0].max() < -1e7
 
 
 def test_running_statistics() -> None:

@@ -116,10 +116,20 @@ def test_several_choices(kind: str, train_agent: Callable) -> None:
     assert score > 0.9
 
 
-def test_actions_are_clipped_for_the_environment_only(
-    train_agent: Callable, monkeypatch: pytest.MonkeyPatch
+def test_masked_actions_are_never_taken(train_agent: Callable) -> None:
+    """The better of two valid actions is learned; the environment breaks at an invalid one."""
+    settings = SETTINGS | {"env_id": "probe_envs:Masked-v0", "total_timesteps": 128 * 150}
+    _, score = train_agent(ppo, mask_actions=True, eval_episodes=20, **settings)
+    assert score > 0.93 * 5 * (1 + 2 + 3 + 2 + 3 + 3) / 6  # the six pairs of valid actions
+    with pytest.raises(AssertionError, match="was masked"):
+        train_agent(ppo, **settings)
+
+
+@pytest.mark.parametrize("flags", [{}, {"squash": True}, {"state_std": True, "log_std_init": -0.5}])
+def test_actions_are_bounded_for_the_environment_only(
+    flags: dict[str, Any], train_agent: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The environment gets actions within its bounds; what is learned from is not clipped."""
+    """The environment gets actions within its bounds; what is learned from is not bounded."""
     stored, make_batch = [], ppo_continuous.make_batch
 
     def keep(*args: Any) -> Any:
@@ -129,11 +139,12 @@ def test_actions_are_clipped_for_the_environment_only(
 
     monkeypatch.setattr(ppo_continuous, "make_batch", keep)
     Bounded.received.clear()
-    agent, _ = train_agent(ppo_continuous, env_id="probe_envs:Bounded-v0", **SETTINGS)
+    agent, _ = train_agent(ppo_continuous, env_id="probe_envs:Bounded-v0", **SETTINGS, **flags)
     stored = torch.cat(stored).numpy()
-    assert (np.abs(stored) > 1).mean() > 0.01
+    assert (np.abs(stored) > 1).mean() > 0.001
     low, high = np.array([2, -0.3]), np.array([10, 0])
-    expected = (low + high) / 2 + (high - low) / 2 * stored.clip(-1, 1)
+    bound = np.tanh if agent.squash else lambda x: x.clip(-1, 1)
+    expected = (low + high) / 2 + (high - low) / 2 * bound(stored)
     np.testing.assert_allclose(np.stack(Bounded.received), expected, rtol=1e-5, atol=1e-6)
     # And the best action, 8 and -0.1, is found: 0.5 and 1 / 3 of the way from the middle.
-    assert actions(agent, 1.0)[0] == pytest.approx([0.5, 1 / 3], abs=0.1)
+    assert bound(actions(agent, 1.0)[0]) == pytest.approx([0.5, 1 / 3], abs=0.1)

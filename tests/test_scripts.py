@@ -129,6 +129,8 @@ ERRORS = [
     ("ppo", "--env-id FrozenLake-v1 --env-kwargs map_name 9x9", "9x9"),
     ("ppo", "--env-id LunarLander-v3 --env-kwargs gravity 5", "gravity"),
     ("ppo", "--env-id probe_envs:Unusable-v0 --env-kwargs kind dict", "wrapper"),
+    ("ppo", "--mask-actions", "action_mask"),
+    ("ppo", "--env-id probe_envs:Choices-v0 --env-kwargs kind multi_binary --mask-actions", "mask"),
     ("ppo_continuous", "--env-id probe_envs:Unusable-v0 --env-kwargs kind huge", "bounds"),
     ("ppo_continuous", "--env-id probe_envs:Unusable-v0 --env-kwargs kind integer", "float"),
     ("ppo_continuous", "--env-id HalfCheeta-v5", "`HalfCheetah`"),

@@ -4,6 +4,7 @@ import importlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -166,14 +167,40 @@ def test_no_state_is_left_behind() -> None:
 
 
 def test_learning_rate() -> None:
-    """It falls linearly, to 0 after the last iteration, or stays."""
-    ppo.train(ppo.Args(eval_episodes=0, total_timesteps=2048, exp_name="falls"))
-    ppo.train(ppo.Args(eval_episodes=0, total_timesteps=2048, exp_name="stays", anneal_lr=False))
-    runs = {run.name.split("__")[1]: run for run in Path("runs").iterdir()}
-    falls = [rate for _, rate in scalars("charts/learning_rate", runs["falls"])]
-    stays = [rate for _, rate in scalars("charts/learning_rate", runs["stays"])]
-    assert falls == pytest.approx([2.5e-4 * x for x in (1, 0.75, 0.5, 0.25)])
-    assert stays == pytest.approx([2.5e-4] * 4)
+    """It falls, to 0 after the last iteration, linearly or as a cosine, or stays."""
+    for name, flags in (
+        ("linear", {}),
+        ("cosine", {"lr_schedule": "cosine"}),
+        ("constant", {"anneal_lr": False}),
+    ):
+        ppo.train(ppo.Args(eval_episodes=0, total_timesteps=2048, exp_name=name, **flags))
+    rates = {}
+    for run in Path("runs").iterdir():
+        logged = scalars("charts/learning_rate", run)
+        rates[run.name.split("__")[1]] = [rate / 2.5e-4 for _, rate in logged]
+    assert rates["linear"] == pytest.approx([1, 0.75, 0.5, 0.25])
+    assert rates["cosine"] == pytest.approx([1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4])
+    assert rates["constant"] == pytest.approx([1] * 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"clip_vloss": False}, (0.125 + 4.5) / 2),
+        ({"clip_vloss": False, "smooth_l1": True}, (0.125 + 2.5) / 2),
+        ({}, (0.125 + 0.5 * 3.3**2) / 2),
+        ({"smooth_l1": True}, (0.125 + 2.8) / 2),
+    ],
+)
+def test_value_loss(flags: dict[str, bool], expected: float) -> None:
+    """Errors of 0.5 and 3, the latter 3.3 where a value is clipped to 0.2 from the old one."""
+    values, old, returns = torch.tensor([[1.0, 4.0], [1.0, 4.5], [0.5, 1.0]])
+    zeros = torch.zeros(2)
+    agent = SimpleNamespace(evaluate_actions=lambda *_: (zeros, zeros, values))
+    batch = ppo.Batch(zeros, zeros, zeros, torch.ones(2), returns, old)
+    _, metrics = ppo.ppo_loss(agent, batch, ppo.Args(**flags))
+    reported = dict(zip(ppo.LOSSES, metrics.tolist(), strict=True))
+    assert reported["value_loss"] == pytest.approx(expected)
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, name: str, **kwargs: Any) -> int:
