@@ -115,27 +115,22 @@ class AppendActionMask(gym.Wrapper):
 
     def __init__(self, env: gym.Env) -> None:
         super().__init__(env)
-        if not isinstance(env.action_space, Discrete):
-            raise UsageError(f"--mask-actions is for Discrete actions, not {env.action_space}")
+        if not isinstance(env.action_space, Discrete) or "action_mask" not in env.reset()[1]:
+            needs = 'Discrete actions and an info with an "action_mask"'
+            raise UsageError(f"--mask-actions needs {needs}, which {env} hasn't: leave it out")
         space, zeros = env.observation_space, np.zeros(env.action_space.n)
         ends = np.append(space.low, zeros), np.append(space.high, zeros + 1)
         self.observation_space = Box(*(x.astype(np.float32) for x in ends))
 
-    def append(self, obs: np.ndarray, info: dict[str, Any]) -> np.ndarray:
-        """The observation with the mask; both are needed for the update, so both are stored."""
-        if "action_mask" not in info:
-            raise UsageError("--mask-actions needs an info with an action_mask: there is none")
-        return np.append(obs, info["action_mask"])
-
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         """Reset the environment."""
         obs, info = self.env.reset(**kwargs)
-        return self.append(obs, info), info
+        return np.append(obs, info["action_mask"]), info
 
     def step(self, action: int) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
         """Step the environment."""
         obs, *rest = self.env.step(action)
-        return self.append(obs, rest[-1]), *rest
+        return np.append(obs, rest[-1]["action_mask"]), *rest
 
 
 def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.VectorEnv:
