@@ -102,6 +102,9 @@ def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
     except (gym.error.Error, ImportError) as error:  # names a near id, or a package to install
         hint = " Its script is ppo_atari.py." if "Namespace ALE" in str(error) else ""
         raise UsageError(f"cannot make {args.env_id}: {error}{hint}") from error
+    except NotImplementedError as error:
+        flatten = "a wrapper, for observations that flatten to a vector"
+        raise UsageError(f"{args.env_id} needs {flatten}") from error
     except Exception as error:
         refused = [f"--env-kwargs {name} {value}" for name, value in args.env_kwargs.items()]
         if "render_mode" in kwargs:

@@ -60,19 +60,19 @@ class Args:
     vectorization: Literal["sync", "async"] = "sync"  # environments in this process or one each
     squash: bool = False  # bound actions by tanh, with the density to match, instead of clipping
     state_std: bool = False  # let the policy's standard deviation depend on the state
-    log_std_init: float = 0.0  # logarithm of the standard deviation at first
+    log_std_init: float = -0.5  # logarithm of the standard deviation at first
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project there
     wandb_entity: str | None = None  # team there
 
-    checkpoint_interval: int = 50  # iterations between checkpoints, 0: only one at the end
+    checkpoint_interval: int = 100  # iterations between checkpoints, 0: only one at the end
     eval_episodes: int = 10  # greedy episodes to evaluate, after the training or with --evaluate
     capture_video: bool = False  # record those episodes in the run's folder
     resume: str | None = None  # go on with this run (its folder or its checkpoint)
     evaluate: str | None = None  # train nothing, evaluate this run (its folder or its checkpoint)
 
-    num_envs: int = 1  # environments stepped side by side, in all processes of torchrun
-    num_steps: int = 2048  # steps of each environment in a rollout
+    num_envs: int = 64  # environments stepped side by side, in all processes of torchrun
+    num_steps: int = 32  # steps of each environment in a rollout
     num_minibatches: int = 32  # minibatches that a rollout is split into
     update_epochs: int = 10  # passes over a rollout
     learning_rate: float = 3e-4  # Adam's step size
@@ -80,10 +80,10 @@ class Args:
     lr_schedule: Literal["linear", "cosine"] = "linear"  # how it falls
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    recompute_advantages: bool = False  # recompute values and advantages at each epoch
-    norm_adv: bool = True  # normalize the advantages of each minibatch
+    recompute_advantages: bool = True  # recompute values and advantages at each epoch
+    norm_adv: bool = False  # normalize the advantages of each minibatch
     clip_coef: float = 0.2  # clip the probability ratio to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = True  # clip how far a value moves from its old estimate, by clip_coef
+    clip_vloss: bool = False  # clip how far a value moves from its old estimate, by clip_coef
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     smooth_l1: bool = False  # value loss: linear above an error of 1, instead of quadratic
@@ -102,6 +102,9 @@ def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
     except (gym.error.Error, ImportError) as error:  # names a near id, or a package to install
         hint = " Its script is ppo_atari.py." if "Namespace ALE" in str(error) else ""
         raise UsageError(f"cannot make {args.env_id}: {error}{hint}") from error
+    except NotImplementedError as error:
+        flatten = "a wrapper, for observations that flatten to a vector"
+        raise UsageError(f"{args.env_id} needs {flatten}") from error
     except Exception as error:
         refused = [f"--env-kwargs {name} {value}" for name, value in args.env_kwargs.items()]
         if "render_mode" in kwargs:

@@ -9,13 +9,31 @@ from collections import defaultdict
 from provenance import provenance
 from run import read
 
-PUBLISHED = {  # CleanRL's documentation, mean ± std of 3 seeds; MuJoCo on the v4 environments
-    "CartPole-v1": "490 ± 6",
-    "Acrobot-v1": "-86.4 ± 1.3",
-    "HalfCheetah-v5": "1443 ± 46",
-    "Hopper-v5": "2383 ± 272",
-    "InvertedDoublePendulum-v5": "7350 to 9230",
-    "ALE/Pong-v5": "20.4 after 10M steps",
+# Mean and standard deviation of the seeds. CleanRL: its documentation, 3 seeds, in training, MuJoCo's
+# v4. Tianshou: its documentation, 10 seeds, greedy, the best evaluation within the first million
+# steps of longer runs, MuJoCo's v2 and v3.
+PUBLISHED = {
+    "CleanRL": {
+        "CartPole-v1": (490, 6),
+        "Acrobot-v1": (-86.4, 1.3),
+        "MountainCar-v0": (-200, 0),
+        "HalfCheetah-v5": (1443, 46),
+        "Hopper-v5": (2383, 272),
+        "Walker2d-v5": (2288, 572),
+        "Humanoid-v5": (716, 49),
+        "InvertedPendulum-v5": (963, 22),
+    },
+    "Tianshou": {
+        "HalfCheetah-v5": (5784, 1244),
+        "Hopper-v5": (2609, 701),
+        "Walker2d-v5": (3589, 757),
+        "Ant-v5": (3258, 1079),
+        "Humanoid-v5": (787, 194),
+        "Swimmer-v5": (67, 99),
+        "Reacher-v5": (-4.1, 0.3),
+        "InvertedPendulum-v5": (1000, 0),
+        "InvertedDoublePendulum-v5": (9231, 270),
+    },
 }
 
 
@@ -23,6 +41,12 @@ def mean_and_spread(x: list[float]) -> str:
     """The mean and, of several numbers, the sample standard deviation."""
     spread = f" ± {statistics.stdev(x):.1f}" if len(x) > 1 else ""
     return f"{statistics.mean(x):.1f}{spread}" if x else "not measured"
+
+
+def published(env_id: str) -> list[str]:
+    """What others report for an environment."""
+    figures = [figures.get(env_id) for figures in PUBLISHED.values()]
+    return [f"{mean} ± {std}" if std or mean else "" for mean, std in (x or (0, 0) for x in figures)]
 
 
 def median(rows: list[dict[str, str]], key: str) -> float:
@@ -51,7 +75,7 @@ def main() -> None:
     for row in read("runs.csv"):
         groups[row["script"], row["env_id"], row["flags"], row["steps"]].append(row)
     columns = ["environment", "command", "steps", "seeds", "training", "lowest .. highest"]
-    columns += ["greedy", "published"]
+    columns += ["greedy", *PUBLISHED]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for (script, env_id, flags, steps), rows in groups.items():
         scores = [float(row["score"]) for row in rows]
@@ -60,7 +84,7 @@ def main() -> None:
         print(
             f"| {env_id} | {command} | {int(steps):,} | {len(rows)} "
             f"| {mean_and_spread(scores)} | {min(scores):.1f} .. {max(scores):.1f} "
-            f"| {mean_and_spread(greedy)} | {PUBLISHED.get(env_id, '')} |"
+            f"| {mean_and_spread(greedy)} | {' | '.join(published(env_id))} |"
         )
     print("\n| environment | who | steps/s | ratio | first iteration, s | peak, MiB |")
     print("|---|---|---|---|---|---|")
