@@ -1,10 +1,11 @@
-"""Measure where the time of a step goes, in our scripts, without and with --compile.
+"""Measure where the time of a step goes, in our scripts, with the flags that speed.py times.
 
     python benchmark/phases.py
 
 Each phase's functions are timed from outside, in the second half of a run; "alone" is what the same
-environments take where nothing else is done: the ceiling. Rows, in microseconds for a step of one
-environment, go to benchmark/results/phases.csv. Nothing else should run on the machine.
+environments take where nothing else is done, the least of five tries: the ceiling. Rows, in
+microseconds for a step of one environment, go to benchmark/results/phases.csv. Nothing else should
+run on the machine.
 """
 
 import importlib
@@ -18,16 +19,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import tyro
 from provenance import provenance
 from run import append
-from speed import CASES, ROOT
+from speed import CASES, ROOT, label
 
 PHASES = ["environments", "act", "advantages", "update", "rest"]
 
 
-def measure(name: str, env_id: str, total_timesteps: int, compiled: bool) -> dict[str, float]:
+def measure(name: str, flags: list[str]) -> dict[str, float]:
     """Train, and return each phase's microseconds a step."""
     script = importlib.import_module(name)
+    args = tyro.cli(script.Args, args=flags)
     spent = dict.fromkeys(PHASES, 0.0)
     marks = []  # what was spent at the end of each iteration
 
@@ -55,12 +58,10 @@ def measure(name: str, env_id: str, total_timesteps: int, compiled: bool) -> dic
     script.Agent.act = timed("act", script.Agent.act)
     script.make_batch = timed("advantages", script.make_batch)
     original_compile = torch.compile
-    if compiled:
+    if args.compile:
         torch.compile = lambda f, **kwargs: timed("update", original_compile(f, **kwargs))
     else:
         script.gradient_step = timed("update", script.gradient_step)
-    sizes = {"env_id": env_id, "total_timesteps": total_timesteps, "eval_episodes": 0}
-    args = script.Args(**sizes, compile=compiled)
     script.train(args)
 
     middle = len(marks) // 2
@@ -69,11 +70,14 @@ def measure(name: str, env_id: str, total_timesteps: int, compiled: bool) -> dic
     micros["rest"] = micros["total"] - sum(micros[phase] for phase in PHASES)
     envs = original_make_envs(args)
     envs.reset(seed=1)
-    actions, count = envs.action_space.sample() * 0, total_timesteps // 2 // args.num_envs
-    start = time.perf_counter()
-    for _ in range(count):
-        envs.step(actions)
-    micros["alone"] = 1e6 * (time.perf_counter() - start) / count / args.num_envs
+    actions, count = envs.action_space.sample() * 0, args.total_timesteps // 10 // args.num_envs
+    tries = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(count):
+            envs.step(actions)
+        tries.append(1e6 * (time.perf_counter() - start) / count / args.num_envs)
+    micros["alone"] = min(tries)
     envs.close()
     return {key: round(value, 1) for key, value in micros.items()}
 
@@ -81,13 +85,13 @@ def measure(name: str, env_id: str, total_timesteps: int, compiled: bool) -> dic
 def main() -> None:
     """Measure all cases, each in a process of its own, and append the rows."""
     if sys.argv[1:]:
-        name, env_id, steps, compiled = sys.argv[1:]
-        print(json.dumps(measure(name, env_id, int(steps), compiled == "True")))
+        print(json.dumps(measure(sys.argv[1], sys.argv[2:])))
         return
     rows = []
-    for env_id, (script, steps, _) in CASES.items():
-        for compiled in (False, True):
-            words = [script.removesuffix(".py"), env_id, str(steps), str(compiled)]
+    for env_id, (script, steps, variants) in CASES.items():
+        for flags in variants:
+            words = [script.removesuffix(".py"), "--env-id", env_id, "--eval-episodes", "0"]
+            words += ["--total-timesteps", str(steps), *flags.split()]
             with tempfile.TemporaryDirectory() as folder:
                 done = subprocess.run(
                     [sys.executable, __file__, *words],
@@ -98,7 +102,7 @@ def main() -> None:
                     check=True,
                 )
             times = json.loads(done.stdout.splitlines()[-1])
-            rows.append({"env_id": env_id, "compiled": compiled} | times)
+            rows.append({"env_id": env_id, "who": label(script, flags)} | times)
             print(rows[-1], flush=True)
     append("phases.csv", [row | provenance() for row in rows])
 

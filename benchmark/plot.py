@@ -1,27 +1,44 @@
 """Draw the README's learning curves and intervals from benchmark/results.
 
     python benchmark/plot.py
+    python benchmark/plot.py runs/NAME    # a run's debugging plots, to results/debugging.png
 
 benchmark/results/curves.png has, for each task, the mean training return over the seeds with a 95%
-bootstrap interval; benchmark/results/intervals.png the interquartile mean over the MuJoCo tasks, with
-a stratified bootstrap interval over seeds (rliable; Agarwal et al. 2021, arXiv:2108.13264).
+bootstrap interval; benchmark/results/intervals.png the interquartile mean over the MuJoCo tasks,
+with a stratified bootstrap interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
 """
 
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from rliable import library, metrics, plot_utils
-from run import CLASSIC, MUJOCO, PRESET, RESULTS, read
-
 from report import PUBLISHED
+from rliable import library, metrics, plot_utils
+from run import CANONICAL, CLASSIC, MUJOCO, RESULTS, read
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-VARIANTS = {"": ("defaults", "tab:blue"), PRESET: ("preset", "tab:orange")}  # by their flags
+VARIANTS = {  # by task and flags
+    **{(task, ""): ("defaults", "tab:blue") for task in CLASSIC},
+    **{(task, "--compile"): ("defaults", "tab:blue") for task in MUJOCO},
+    **{(task, CANONICAL): ("canonical", "tab:orange") for task in MUJOCO},
+}
 RESAMPLES = 2000
+DEBUGGING = {
+    "losses/explained_variance": "explained variance",
+    "losses/entropy": "entropy",
+    "losses/value_loss": "value loss",
+    "losses/policy_loss": "policy loss",
+    "debug/value_target": "value targets",
+    "debug/value": "value predictions",
+    "losses/grad_norm": "gradient norm",
+    "debug/advantage": "advantages",
+}
 
 
 def curves() -> dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]:
-    """By environment and flags: the steps, (50,), and the seeds' mean returns there, (seeds, 50)."""
+    """By task and flags: the steps, (50,), and the seeds' mean returns there, (seeds, 50)."""
     points = defaultdict(lambda: defaultdict(list))
     for row in read("curves.csv"):
         if row["script"].startswith("ppo"):
@@ -44,10 +61,10 @@ def draw_curves() -> None:
     rows = -(-len(tasks) // 4)
     figure, axes = plt.subplots(rows, 4, figsize=(12, 2.4 * rows), layout="constrained")
     for axis, task in zip(axes.flat, tasks, strict=False):
-        for flags, (name, color) in VARIANTS.items():
-            if (task, flags) not in everything:
+        for key, (name, color) in VARIANTS.items():
+            if key not in everything or key[0] != task:
                 continue
-            steps, returns = everything[task, flags]
+            steps, returns = everything[key]
             scores = {name: returns[:, None, :]}  # runs, tasks, frames
             mean, interval = library.get_interval_estimates(
                 scores, lambda x: x.mean((0, 1)), reps=RESAMPLES
@@ -68,46 +85,59 @@ def draw_curves() -> None:
 
 
 def draw_intervals() -> None:
-    """Median, interquartile mean and mean of what the greedy policies reach at the end.
+    """Median, interquartile mean and mean of what the defaults' greedy policies reach at the end.
 
-    0 is the mean return in the first fiftieth of the defaults' training, 1 is Tianshou's figure.
+    0 is the mean return in the first fiftieth of the training, 1 is Tianshou's figure.
     """
-    everything = curves()
-    scores = {}
-    for flags, (name, _) in VARIANTS.items():
-        columns = []
-        for task in MUJOCO:
-            rows = [r for r in read("runs.csv") if (r["env_id"], r["flags"]) == (task, flags)]
-            if rows and (task, "") in everything:
-                low, high = everything[task, ""][1][:, 0].mean(), PUBLISHED["Tianshou"][task][0]
-                columns.append([(float(r["greedy"]) - low) / (high - low) for r in rows])
-        if len(columns) == len(MUJOCO):
-            seeds = min(map(len, columns))
-            scores[f"{name}, {seeds} seeds"] = np.array([column[:seeds] for column in columns]).T
-    if not scores:
-        print("intervals.png needs runs of all MuJoCo tasks")
-        return
+    everything, columns = curves(), []
+    for task in MUJOCO:
+        key = task, "--compile"
+        if key not in everything:
+            print(f"intervals.png needs runs of {task}")
+            return
+        low, high = everything[key][1][:, 0].mean(), PUBLISHED["Tianshou"][task][0]
+        rows = [row for row in read("runs.csv") if (row["env_id"], row["flags"]) == key]
+        columns.append([(float(row["greedy"]) - low) / (high - low) for row in rows])
+    seeds = min(map(len, columns))
+    name = f"defaults, {seeds} seeds"
+    scores = {name: np.array([column[:seeds] for column in columns]).T}  # runs, tasks
     kinds = ["Median", "IQM", "Mean"]
     functions = [metrics.aggregate_median, metrics.aggregate_iqm, metrics.aggregate_mean]
     points, intervals = library.get_interval_estimates(
         scores, lambda x: np.array([function(x) for function in functions]), reps=RESAMPLES
     )
-    for name in scores:
-        figures = zip(kinds, points[name], *intervals[name], strict=True)
-        print(name, "; ".join(f"{k} {x:.2f} [{low:.2f}, {high:.2f}]" for k, x, low, high in figures))
-    colors = dict(zip(scores, ("tab:blue", "tab:orange"), strict=False))
+    for kind, point, low, high in zip(kinds, points[name], *intervals[name], strict=True):
+        print(f"{kind}, {name}: {point:.2f} [{low:.2f}, {high:.2f}]")
     figure, _ = plot_utils.plot_interval_estimates(
         points,
         intervals,
         metric_names=kinds,
-        algorithms=list(scores),
-        colors=colors,
+        algorithms=[name],
+        colors={name: "tab:blue"},
         xlabel="greedy return, 1: Tianshou's",
         xlabel_y_coordinate=-0.35,
     )
     figure.savefig(RESULTS / "intervals.png", dpi=80, bbox_inches="tight")
 
 
+def draw_run(run: Path) -> None:
+    """The plots that say how a run is going, from its events."""
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    events.Reload()
+    figure, axes = plt.subplots(2, 4, figsize=(12, 4.8), layout="constrained")
+    for axis, (tag, name) in zip(axes.flat, DEBUGGING.items(), strict=True):
+        points = [(x.step / 1e6, x.value) for x in events.Scalars(tag)]
+        axis.plot(*zip(*points, strict=True), linewidth=0.8)
+        axis.set_title(f"{name} ({tag})", fontsize=9)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+    figure.supxlabel("million steps", fontsize=10)
+    figure.savefig(RESULTS / "debugging.png", dpi=110)
+
+
 if __name__ == "__main__":
-    draw_curves()
-    draw_intervals()
+    if sys.argv[1:]:
+        draw_run(Path(sys.argv[1]))
+    else:
+        draw_curves()
+        draw_intervals()

@@ -9,9 +9,9 @@ from collections import defaultdict
 from provenance import provenance
 from run import read
 
-# Mean and standard deviation of the seeds. CleanRL: its documentation, 3 seeds, in training, MuJoCo's
-# v4. Tianshou: its documentation, 10 seeds, greedy, the best evaluation within the first million
-# steps of longer runs, MuJoCo's v2 and v3.
+# Mean and standard deviation of the seeds. CleanRL: its documentation, 3 seeds, in training,
+# MuJoCo's v4. Tianshou: its documentation, 10 seeds, greedy, the best evaluation within the first
+# million steps of longer runs, MuJoCo's v2 and v3.
 PUBLISHED = {
     "CleanRL": {
         "CartPole-v1": (490, 6),
@@ -45,8 +45,8 @@ def mean_and_spread(x: list[float]) -> str:
 
 def published(env_id: str) -> list[str]:
     """What others report for an environment."""
-    figures = [figures.get(env_id) for figures in PUBLISHED.values()]
-    return [f"{mean} ± {std}" if std or mean else "" for mean, std in (x or (0, 0) for x in figures)]
+    found = [figures.get(env_id) for figures in PUBLISHED.values()]
+    return [f"{x[0]} ± {x[1]}" if x else "" for x in found]
 
 
 def median(rows: list[dict[str, str]], key: str) -> float:

@@ -32,7 +32,7 @@ CASES = [
 ]
 SHORT = {
     "ppo.py": "",
-    "ppo_continuous.py": "--num-steps 512 --num-minibatches 8 --checkpoint-interval 4",
+    "ppo_continuous.py": "--num-envs 4 --num-steps 128 --num-minibatches 8 --checkpoint-interval 4",
     "ppo_atari.py": "--num-steps 64 --checkpoint-interval 2 --eval-episodes 1",
 }
 

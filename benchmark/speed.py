@@ -24,13 +24,17 @@ from typing import Literal
 import matplotlib.pyplot as plt
 import tyro
 from provenance import provenance
-from run import RESULTS, append, read
+from run import CANONICAL, RESULTS, append, read
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {  # environment: script, steps, variants of ours
     "CartPole-v1": ("ppo.py", 102_400, ["", "--compile"]),
-    "HalfCheetah-v5": ("ppo_continuous.py", 24_576, ["", "--compile"]),
+    "HalfCheetah-v5": (
+        "ppo_continuous.py",
+        24_576,
+        [CANONICAL, f"{CANONICAL} --compile", "", "--compile"],
+    ),
     "ALE/Breakout-v5": ("ppo_atari.py", 8192, ["", "--compile", "--bf16", "--bf16 --compile"]),
 }
 FIGURES = ["first_iteration_s", "peak_mib", "steps_per_s"]
@@ -76,8 +80,13 @@ def measure(script: str, flags: str, processes: int = 1) -> dict[str, float]:
     }
 
 
+def label(script: str, flags: str) -> str:
+    """A script with flags, in short."""
+    return f"{script} {flags.replace(CANONICAL, '(canonical)')}".strip()
+
+
 def compare(args: Args) -> None:
-    """Time our scripts and Stable-Baselines3's, alternately."""
+    """Time our scripts and Stable-Baselines3's, alternately; it has the canonical settings."""
     cases = {args.env_id: CASES[args.env_id]} if args.env_id else CASES
     for env_id, (script, steps, variants) in cases.items():
         rows = []
@@ -90,7 +99,7 @@ def compare(args: Args) -> None:
             speeds = {"Stable-Baselines3": {"steps_per_s": round(float(peer.stdout.split()[-1]))}}
             for flags in variants:
                 run = f"--env-id {env_id} --total-timesteps {steps} {flags}"
-                speeds[f"{script} {flags}".strip()] = measure(script, run)
+                speeds[label(script, flags)] = measure(script, run)
             blank = dict.fromkeys(FIGURES, "")
             for who, figures in speeds.items():
                 row = {"env_id": env_id, "round": round_number, "who": who}
@@ -113,7 +122,7 @@ def cold() -> None:
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
                 figures = measure(script, run)
                 del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-            row = {"env_id": env_id, "round": 0, "who": f"{script} {flags}, empty cache"}
+            row = {"env_id": env_id, "round": 0, "who": f"{label(script, flags)}, empty cache"}
             rows.append(row | {key: figures[key] for key in FIGURES})
             print(rows[-1], flush=True)
     append("speed.csv", [row | provenance() for row in rows])

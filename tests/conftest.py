@@ -13,7 +13,12 @@ SCRIPTS = ["ppo", "ppo_continuous", "ppo_atari"]
 # A run of each script that takes a moment.
 SHORT = {
     "ppo": {"env_id": "CartPole-v1", "total_timesteps": 2048},
-    "ppo_continuous": {"env_id": "Pendulum-v1", "total_timesteps": 2048, "num_steps": 512},
+    "ppo_continuous": {
+        "env_id": "Pendulum-v1",
+        "total_timesteps": 2048,
+        "num_envs": 2,
+        "num_steps": 256,
+    },
     "ppo_atari": {"total_timesteps": 256, "num_envs": 2, "num_steps": 64, "num_threads": 1},
 }
 SHORT = {name: args | {"eval_episodes": 0} for name, args in SHORT.items()}

@@ -25,7 +25,7 @@ MODULES = {name: __import__(name) for name in SCRIPTS}
 # Runs of 6 to 16 iterations, with a checkpoint after every second one.
 RUNS = {
     "ppo": {"env_id": "LunarLander-v3", "num_envs": 2, "total_timesteps": 4096},
-    "ppo_continuous": {"env_id": "Hopper-v5", "num_steps": 256, "total_timesteps": 2048},
+    "ppo_continuous": {"env_id": "Hopper-v5", "num_steps": 128, "total_timesteps": 2048},
     "ppo_atari": {"env_id": "ALE/Pong-v5", "num_envs": 2, "num_steps": 32, "num_threads": 1},
 }
 RUNS["ppo_continuous"] |= {"num_minibatches": 4, "eval_episodes": 2}

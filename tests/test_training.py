@@ -132,9 +132,7 @@ def test_final_observations(
 
 def test_score_of_no_episode() -> None:
     """Where no episode ended, the score is not a number."""
-    args = ppo_continuous.Args(
-        eval_episodes=0, total_timesteps=128, num_steps=128, env_id="HalfCheetah-v5"
-    )
+    args = ppo_continuous.Args(eval_episodes=0, total_timesteps=2048, env_id="HalfCheetah-v5")
     assert np.isnan(ppo_continuous.train(args))
 
 
