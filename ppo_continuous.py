@@ -2,7 +2,7 @@
 
 Actions: Box, with finite bounds. Observations: whatever flattens to a vector.
 
-    python ppo_continuous.py --env-id HalfCheetah-v5    # minutes, to a return of 1500 or more
+    python ppo_continuous.py --env-id HalfCheetah-v5    # minutes, to a return above 5000
     python ppo_continuous.py --env-id Hopper-v5 --seed 2
     python ppo_continuous.py --env-id Pendulum-v1 --env-kwargs g 9.81
     python ppo_continuous.py --resume runs/NAME    # go on with a run that was stopped or killed
@@ -424,6 +424,9 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
     if device == "auto":
         backends = {"cuda": torch.cuda, "mps": torch.backends.mps}
         device = next((name for name, b in backends.items() if b.is_available()), "cpu")
+    # Forget what an earlier call of train compiled. Were the compiler, which Adam needs too, first
+    # imported later, it would keep the process group's threads alive, which abort the process.
+    torch.compiler.reset()
     if world_size > 1:
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -546,7 +549,6 @@ def train(args: Args) -> float:
         optimizer.param_groups[0]["lr"] = learning_rate
         learn = gradient_step
         if args.compile:
-            torch.compiler.reset()  # forget what an earlier call of train compiled
             # Otherwise the gradients' computation would be left out of the compiled code.
             on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
             torch._logging.set_logs(dynamo=logging.ERROR)  # it warns of Adam's profiler marks

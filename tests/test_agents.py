@@ -204,12 +204,12 @@ def test_scaled_rewards() -> None:
 
 
 def test_initial_policy() -> None:
-    """The first policy is nearly uniform, or nearly centred with deviation 1; biases are 0."""
+    """The first policy is nearly uniform, or nearly centred; biases are 0."""
     agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([4])), ppo.Args())
     assert (agent.logits(torch.randn(100, 5)).softmax(-1) - 0.25).abs().max() < 0.02
     continuous = continuous_agent()
     assert continuous.act(torch.randn(100, 5)).abs().max() < 0.1
-    assert continuous.log_std.exp().tolist() == [1, 1, 1]
+    assert continuous.log_std.tolist() == [-0.5, -0.5, -0.5]
     for critic in agent.critic, continuous.critic:
         weight = critic[2].weight
         torch.testing.assert_close(weight @ weight.T, 2 * torch.eye(64), atol=1e-4, rtol=0)

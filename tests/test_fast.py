@@ -132,6 +132,7 @@ def test_gpu(name: str, compiled: bool) -> None:
 
 JOB = """
 import sys
+from pathlib import Path
 import torch
 import torch.distributed as dist
 import {name} as script
@@ -151,17 +152,26 @@ make_batch, batches = script.make_batch, []
 
 def compare(agent, rollout, args):
     batches.append(make_batch(agent, rollout, args))
-    assert len(batches) != {crash}, "crash"
     both = [torch.empty_like(batches[-1].advantages) for _ in range(2)]
     dist.all_gather(both, batches[-1].advantages)
     assert not torch.equal(*both)
     return batches[-1]
 
-script.gradient_step, script.make_batch = gradient_step, compare
+make_rollout, rollouts = script.Rollout, []
+
+def count(*arrays):
+    rollouts.append(arrays)
+    assert len(rollouts) != {crash}, "crash"
+    return make_rollout(*arrays)
+
+script.gradient_step, script.make_batch, script.Rollout = gradient_step, compare, count
 arguments = {flags}
 if sys.argv[1:]:
     arguments["resume"] = sys.argv[1]
 score = script.train(script.Args(**arguments))
+# Gloo's threads would sometimes abort the process at its end.
+threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+assert "pt_gloo_runloop" not in threads, threads
 # One write: print would make several, and those of the two processes mingle.
 sys.stdout.write(f"checked {{len(checked)}} score {{score}}\\n")
 """

@@ -98,7 +98,7 @@ def test_resumed_is_uninterrupted(name: str, iteration: int, flags: dict, folder
     expected = resume.content(trained(name, **flags))
     (folder / "runs").rename(folder / "whole")
     with (
-        failing(script, "make_batch", iteration + 1, ZeroDivisionError()),
+        failing(script, "Rollout", iteration + 1, ZeroDivisionError()),
         pytest.raises(ZeroDivisionError),
     ):
         script.train(script.Args(**flags))
@@ -222,7 +222,7 @@ def test_checkpoints_that_do_not_fit(folder: Path) -> None:
     path, saved = script.load_checkpoint(str(run))
     before = path.read_bytes()
     assert "another script" in refusal("ppo_atari", "--resume", run)
-    assert "needs ppo.py" in refusal("ppo_continuous", "--evaluate", run)
+    assert "another script" in refusal("ppo_continuous", "--evaluate", run)
     assert "leave out env_id" in refusal("ppo", "--resume", run, "--env-id", "Acrobot-v1")
     assert "environment" in refusal("ppo", "--evaluate", run, "--env-id", "Acrobot-v1")
     sentence = refusal("ppo", "--resume", run, "--gamma", 0.5, "--seed", 3)
