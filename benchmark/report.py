@@ -7,7 +7,8 @@ import statistics
 from collections import defaultdict
 
 from provenance import provenance
-from run import read
+from run import EXPERIMENTS, MAIN, TWO, VARIANTS, read
+from speed import label
 
 # Mean and standard deviation of the seeds. CleanRL: its documentation, 3 seeds, in training,
 # MuJoCo's v4. Tianshou: its documentation, 10 seeds, greedy, the best evaluation within the first
@@ -54,38 +55,48 @@ def median(rows: list[dict[str, str]], key: str) -> float:
     return statistics.median(float(row[key]) for row in rows)
 
 
-def paired(script: str, flags: str) -> str:
-    """How a variant's mean return over all of a CartPole run differs from ppo.py's, by seed."""
-    curves = defaultdict(list)
+def results(runs: list[tuple[str, str, int, str]]) -> None:
+    """Print the table of some of the runs."""
+    columns = ["environment", "command", "steps", "seeds", "training", "lowest .. highest"]
+    columns += ["greedy", "minutes", "commit", *PUBLISHED]
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for script, env_id, _, flags in runs:
+        key = {"script": script, "env_id": env_id, "flags": flags}
+        rows = [row for row in read("runs.csv") if key.items() <= row.items()]
+        if not rows:
+            continue
+        scores = [float(row["score"]) for row in rows]
+        greedy = [float(row["greedy"]) for row in rows if row["greedy"]]
+        cells = [env_id, f"`{label(script, flags)}`", f"{int(rows[0]['steps']):,}", str(len(rows))]
+        cells += [mean_and_spread(scores), f"{min(scores):.1f} .. {max(scores):.1f}"]
+        cells += [mean_and_spread(greedy), f"{median(rows, 'wall_clock_s') / 60:.1f}"]
+        cells += [", ".join(sorted({row["commit"].rstrip("+")[:7] for row in rows}))]
+        print(f"| {' | '.join(cells + published(env_id))} |")
+
+
+def paired(env_id: str, variant: tuple[str, str], reference: tuple[str, str]) -> None:
+    """Print how two variants' mean returns over all of a run differ, paired by seed."""
+    curves = defaultdict(lambda: defaultdict(list))
     for row in read("curves.csv"):
-        if row["env_id"] == "CartPole-v1":
-            curves[row["script"], row["flags"], row["seed"]].append(float(row["return"]))
-    seeds = [seed for name, own, seed in curves if (name, own) == (script, flags)]
-    differences = [
-        statistics.mean(curves[script, flags, seed]) - statistics.mean(curves["ppo.py", "", seed])
-        for seed in seeds
-    ]
-    error = statistics.stdev(differences) / len(seeds) ** 0.5
-    return f"{script} {flags}: {statistics.mean(differences):.1f} ± {error:.1f}, {len(seeds)} seeds"
+        if row["env_id"] == env_id:
+            curves[row["script"], row["flags"]][row["seed"]].append(float(row["return"]))
+    means = {who: {seed: statistics.mean(x) for seed, x in c.items()} for who, c in curves.items()}
+    both = means.get(variant, {}).keys() & means.get(reference, {}).keys()
+    if len(both) < 2:
+        return
+    differences = [means[variant][seed] - means[reference][seed] for seed in both]
+    error = statistics.stdev(differences) / len(both) ** 0.5
+    average = statistics.mean(means[reference][seed] for seed in both)
+    print(
+        f"{env_id}: {' '.join(variant)} differs from {' '.join(reference)} by "
+        f"{statistics.mean(differences):.1f} ± {error:.1f} of {average:.1f}, {len(both)} seeds"
+    )
 
 
 def main() -> None:
     """Print the tables, in Markdown."""
-    groups = defaultdict(list)
-    for row in read("runs.csv"):
-        groups[row["script"], row["env_id"], row["flags"], row["steps"]].append(row)
-    columns = ["environment", "command", "steps", "seeds", "training", "lowest .. highest"]
-    columns += ["greedy", *PUBLISHED]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for (script, env_id, flags, steps), rows in groups.items():
-        scores = [float(row["score"]) for row in rows]
-        greedy = [float(row["greedy"]) for row in rows if row["greedy"]]
-        command = f"`{script} --env-id {env_id} {flags}".strip() + "`"
-        print(
-            f"| {env_id} | {command} | {int(steps):,} | {len(rows)} "
-            f"| {mean_and_spread(scores)} | {min(scores):.1f} .. {max(scores):.1f} "
-            f"| {mean_and_spread(greedy)} | {' | '.join(published(env_id))} |"
-        )
+    for runs in (MAIN, VARIANTS, EXPERIMENTS):
+        results(runs)
     print("\n| environment | who | steps/s | ratio | first iteration, s | peak, MiB |")
     print("|---|---|---|---|---|---|")
     groups = defaultdict(list)
@@ -100,9 +111,12 @@ def main() -> None:
         ratio = "-" if "empty cache" in who else f"{speed / peer:.2f}"  # those ran another time
         figures = [f"{speed:,.0f}", ratio, *others]
         print(f"| {env_id} | `{who}` | {' | '.join(figures)} |")
-    print("\nMean return over a CartPole run beside ppo.py's (paired, standard error):")
-    print(paired("ppo.py", "--compile"))
-    print(paired("torchrun --nproc-per-node=2 ppo.py", ""))
+    print("\nMean return over a run (paired, standard error):")
+    paired("CartPole-v1", ("ppo.py", "--compile"), ("ppo.py", ""))
+    paired("CartPole-v1", (f"{TWO} ppo.py", ""), ("ppo.py", ""))
+    eager = "ppo_continuous.py", ""
+    paired("HalfCheetah-v5", ("ppo_continuous.py", "--compile"), eager)
+    paired("HalfCheetah-v5", (f"{TWO} ppo_continuous.py", ""), eager)
     for name in ("phases.csv", "scaling.csv"):
         rows = read(name)
         columns = [x for x in (rows[0] if rows else {}) if x not in provenance()]

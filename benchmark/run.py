@@ -9,6 +9,7 @@ not run again. The wall-clock time means little where several jobs share a machi
 """
 
 import csv
+import os
 import re
 import subprocess
 import sys
@@ -33,17 +34,31 @@ MUJOCO += ["Reacher-v5", "InvertedPendulum-v5", "InvertedDoublePendulum-v5"]
 # The settings of Huang et al., which ppo_continuous.py had as its defaults at first.
 CANONICAL = "--num-envs 1 --num-steps 2048 --no-recompute-advantages --norm-adv --clip-vloss"
 CANONICAL += " --log-std-init 0 --checkpoint-interval 50"
-RUNS = [  # script, environment, seeds, further flags
+MAIN = [  # script, environment, seeds, further flags
     *(("ppo.py", task, 5, "") for task in CLASSIC),
     *(("ppo_continuous.py", task, 5, "--compile") for task in MUJOCO),
-    ("ppo_continuous.py", "HalfCheetah-v5", 5, ""),
+]
+TWO = "torchrun --nproc-per-node=2"
+VARIANTS = [
     ("ppo_continuous.py", "HalfCheetah-v5", 5, CANONICAL),
     ("ppo_continuous.py", "Hopper-v5", 3, CANONICAL),
     ("ppo_continuous.py", "InvertedDoublePendulum-v5", 3, CANONICAL),
-    ("torchrun --nproc-per-node=2 ppo_continuous.py", "HalfCheetah-v5", 5, ""),
     ("ppo.py", "CartPole-v1", 5, "--compile"),
-    ("torchrun --nproc-per-node=2 ppo.py", "CartPole-v1", 5, ""),
+    (f"{TWO} ppo.py", "CartPole-v1", 5, ""),
+    ("ppo_continuous.py", "HalfCheetah-v5", 5, ""),
+    (f"{TWO} ppo_continuous.py", "HalfCheetah-v5", 5, ""),
 ]
+LANDER = "--num-envs 16 --num-steps 128 --total-timesteps"
+EXPERIMENTS = [
+    ("ppo.py", "CartPole-v1", 3, "--total-timesteps 200000"),
+    ("ppo.py", "FrozenLake-v1", 3, "--env-kwargs is_slippery False --total-timesteps 100000"),
+    ("ppo.py", "Taxi-v4", 3, "--num-envs 16 --learning-rate 1e-3"),
+    ("ppo.py", "Taxi-v4", 3, "--num-envs 16 --learning-rate 1e-3 --mask-actions"),
+    ("ppo.py", "third_party:MiniGrid-Picture-v0", 3, "--total-timesteps 50000"),
+    ("ppo_continuous.py", "LunarLanderContinuous-v3", 3, f"{LANDER} 100000"),
+    ("ppo_continuous.py", "LunarLanderContinuous-v3", 3, f"{LANDER} 500000"),
+]
+RUNS = MAIN + VARIANTS + EXPERIMENTS
 LOCK = Lock()
 
 
@@ -99,7 +114,8 @@ def train(script: str, env_id: str, seed: int, flags: str) -> None:
         words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
         if words[0] == "torchrun":
             words[:1] = [sys.executable, "-m", "torch.distributed.run"]
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}  # for third_party
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{command} failed:\n{done.stderr}")
         wall_clock = time.perf_counter() - start
