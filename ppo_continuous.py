@@ -102,14 +102,11 @@ def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
     except (gym.error.Error, ImportError) as error:  # names a near id, or a package to install
         hint = " Its script is ppo_atari.py." if "Namespace ALE" in str(error) else ""
         raise UsageError(f"cannot make {args.env_id}: {error}{hint}") from error
-    except NotImplementedError as error:
-        flatten = "a wrapper, for observations that flatten to a vector"
-        raise UsageError(f"{args.env_id} needs {flatten}") from error
     except Exception as error:
         refused = [f"--env-kwargs {name} {value}" for name, value in args.env_kwargs.items()]
         if "render_mode" in kwargs:
             refused.append("--capture-video (MuJoCo may want MUJOCO_GL=egl or osmesa set)")
-        if not refused:
+        if not refused or isinstance(error, UsageError):
             raise
         refused = " or ".join(refused)
         raise UsageError(f"{args.env_id} refuses {refused}: {error!r}; leave it out") from error
@@ -124,8 +121,15 @@ def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.Vector
     """
     vector_kwargs = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
     mode = {"vectorization_mode": args.vectorization, "vector_kwargs": vector_kwargs}
-    # Flattening copies, too: an environment may overwrite its last observation in the reset.
-    wrappers = [gym.wrappers.FlattenObservation]
+
+    def flatten(env: gym.Env) -> gym.Env:
+        try:  # it copies, too: an environment may overwrite its last observation in the reset
+            return gym.wrappers.FlattenObservation(env)
+        except NotImplementedError as error:
+            need = f"a wrapper, for observations that flatten: it has {env.observation_space}"
+            raise UsageError(f"{args.env_id} needs {need}") from error
+
+    wrappers = [flatten]
     if video_folder:
 
         def record(env: gym.Env) -> gym.Env:
@@ -284,9 +288,10 @@ class Agent(nn.Module):
 
         Only now, so that the policy is the same function throughout a rollout and its update.
         """
+        obs = obs.flatten(0, 1).float()
         with torch.no_grad():
-            std = self.policy(self.normalize(obs[-1]))[1].exp().mean().item()
-        self.obs_statistics.update(obs.flatten(0, 1).float())
+            std = gather(self.policy(self.normalize(obs))[1].exp()).mean().item()
+        self.obs_statistics.update(obs)
         return {"charts/policy_std": std}
 
 
@@ -338,15 +343,13 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[Tensor, Tensor]:
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio)  # detail 8
 
-    def value_error(values: Tensor) -> Tensor:
-        if args.smooth_l1:
-            return nn.functional.smooth_l1_loss(values, batch.returns, reduction="none")
-        return 0.5 * (values - batch.returns).square()
-
-    value_loss = value_error(values)
+    # Half the squared error, up to an error of delta.
+    huber = {"reduction": "none", "delta": 1.0 if args.smooth_l1 else math.inf}
+    value_loss = nn.functional.huber_loss(values, batch.returns, **huber)
     if args.clip_vloss:  # detail 9
         clipped = values.clamp(batch.values - args.clip_coef, batch.values + args.clip_coef)
-        value_loss = torch.max(value_loss, value_error(clipped))
+        clipped_loss = nn.functional.huber_loss(clipped, batch.returns, **huber)
+        value_loss = torch.max(value_loss, clipped_loss)
 
     # Detail 10. One mean of the sum, rather than a sum of means: fewer operations.
     loss = (policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy).mean()
@@ -406,18 +409,16 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
         raise UsageError("seed, num_threads, checkpoint_interval, eval_episodes: none below 0")
     if args.eval_episodes == 0 and (args.evaluate or args.capture_video):
         raise UsageError("--evaluate and --capture-video need eval_episodes above 0")
-    batch_size = args.num_envs * args.num_steps
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # processes, where torchrun started them
+    batch_size, num_parts = args.num_envs * args.num_steps, world_size * args.num_minibatches
     rollout = f"num_envs * num_steps = {args.num_envs} * {args.num_steps}"
-    if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
+    if args.num_envs % world_size or batch_size % num_parts or batch_size < 2 * num_parts:
         parts = f"num_minibatches = {args.num_minibatches} equal parts of 2 or more"
+        parts += f" for each of {world_size} processes" if world_size > 1 else ""
         raise UsageError(f"{rollout} samples don't divide into {parts}: change one of these")
     if args.total_timesteps < batch_size:
         total = f"total_timesteps = {args.total_timesteps}"
         raise UsageError(f"{total} is less than one rollout, {rollout}: raise it or lower these")
-    world_size = int(os.environ.get("WORLD_SIZE", 1))  # processes, where torchrun started them
-    if args.num_envs % world_size or batch_size // world_size % args.num_minibatches:
-        parts = f"{world_size} processes of num_minibatches = {args.num_minibatches} parts each"
-        raise UsageError(f"{rollout} samples don't divide into {parts}: change one of these")
     if args.evaluate and world_size > 1:
         raise UsageError("--evaluate takes one process: start it without torchrun")
     device = args.device

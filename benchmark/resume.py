@@ -26,13 +26,19 @@ ROOT = Path(__file__).resolve().parent.parent
 CASES = [
     ("ppo.py", "--env-id CartPole-v1 --total-timesteps 200000 --checkpoint-interval 20"),
     ("ppo.py", "--env-id LunarLander-v3 --total-timesteps 60000 --checkpoint-interval 10"),
-    ("ppo_continuous.py", "--env-id HalfCheetah-v5 --total-timesteps 40960"),
-    ("ppo_continuous.py", "--env-id BipedalWalker-v3 --total-timesteps 40960"),
+    (
+        "ppo_continuous.py",
+        "--env-id HalfCheetah-v5 --total-timesteps 40960 --checkpoint-interval 16",
+    ),
+    (
+        "ppo_continuous.py",
+        "--env-id BipedalWalker-v3 --total-timesteps 40960 --checkpoint-interval 16",
+    ),
     ("ppo_atari.py", "--env-id ALE/Pong-v5 --total-timesteps 16384 --num-threads 1"),
 ]
 SHORT = {
     "ppo.py": "",
-    "ppo_continuous.py": "--num-envs 4 --num-steps 128 --num-minibatches 8 --checkpoint-interval 4",
+    "ppo_continuous.py": "--num-envs 4 --num-steps 128 --num-minibatches 8",
     "ppo_atari.py": "--num-steps 64 --checkpoint-interval 2 --eval-episodes 1",
 }
 

@@ -186,6 +186,7 @@ class Spaces(Probe):
             "dict": Dict({"a": Box(-1, 1, (2, 2)), "b": Discrete(3)}),
             "tuple": Tuple((MultiBinary(4), MultiDiscrete([2, 5]), Box(0, 9, (1,), np.int64))),
             "sequence": Sequence(Discrete(3)),
+            "opaque": gym.Space(),
         }[kind]
 
     def observe(self) -> Any:

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parent.parent
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
 
 
-def setting(script: ModuleType, device: str = "cpu") -> tuple[Any, Any, Any]:
+def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any, Any, Any]:
     """An agent, a random batch for it, and its arguments."""
-    args = script.Args(**SHORT[script.__name__] | {"num_envs": 2})
+    args = script.Args(**SHORT[script.__name__] | {"num_envs": 2} | flags)
     envs = script.make_envs(args)
     torch.manual_seed(1)
     agent = script.Agent(envs, args).to(device)
@@ -57,11 +57,17 @@ def vector(state: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_compiled_is_eager(name: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        *((name, {}) for name in SCRIPTS),
+        ("ppo_continuous", {"state_std": True, "smooth_l1": True, "clip_vloss": True}),
+    ],
+)
+def test_compiled_is_eager(name: str, flags: dict[str, bool], device: str) -> None:
     """From the same batch, ten compiled steps lead to the same weights and reports."""
     script = MODULES[name]
-    agent, batch, args = setting(script, device)
+    agent, batch, args = setting(script, device, **flags)
     expected, reported = steps(script, script.gradient_step, agent, batch, args, fused=True)
     torch.compiler.reset()
     compiled = torch.compile(script.gradient_step, mode="reduce-overhead")

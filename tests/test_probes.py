@@ -125,7 +125,7 @@ def test_masked_actions_are_never_taken(train_agent: Callable) -> None:
         train_agent(ppo, **settings)
 
 
-@pytest.mark.parametrize("flags", [{}, {"squash": True}, {"state_std": True, "log_std_init": -0.5}])
+@pytest.mark.parametrize("flags", [{}, {"squash": True}, {"state_std": True, "log_std_init": -1.0}])
 def test_actions_are_bounded_for_the_environment_only(
     flags: dict[str, Any], train_agent: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +139,7 @@ def test_actions_are_bounded_for_the_environment_only(
 
     monkeypatch.setattr(ppo_continuous, "make_batch", keep)
     Bounded.received.clear()
-    flags |= {"env_id": "probe_envs:Bounded-v0", "recompute_advantages": False}
+    flags = flags | {"env_id": "probe_envs:Bounded-v0", "recompute_advantages": False}
     agent, _ = train_agent(ppo_continuous, **SETTINGS, **flags)
     stored = torch.cat(stored).numpy()
     assert (np.abs(stored) > 1).mean() > 0.001

@@ -87,6 +87,7 @@ def failing(script: Any, name: str, call: int, error: BaseException) -> Any:
         # Its reset keeps something of the episodes before.
         ("ppo_continuous", 5, {"env_id": "BipedalWalker-v3"}),
         ("ppo", 3, {"vectorization": "async"}),
+        ("ppo_continuous", 3, {"squash": True, "state_std": True, "lr_schedule": "cosine"}),
     ],
 )
 def test_resumed_is_uninterrupted(name: str, iteration: int, flags: dict, folder: Path) -> None:
