@@ -87,7 +87,7 @@ def draw_curves() -> None:
 def draw_intervals() -> None:
     """Median, interquartile mean and mean of what the defaults' greedy policies reach at the end.
 
-    0 is the mean return in the first fiftieth of the training, 1 is Tianshou's figure.
+    0 is the mean return of the first episodes in training, 1 is Tianshou's figure.
     """
     everything, columns = curves(), []
     for task in MUJOCO:
@@ -95,7 +95,8 @@ def draw_intervals() -> None:
         if key not in everything:
             print(f"intervals.png needs runs of {task}")
             return
-        low, high = everything[key][1][:, 0].mean(), PUBLISHED["Tianshou"][task][0]
+        low = everything[key][1][:, 0].mean()  # the first point, however late
+        high = PUBLISHED["Tianshou"][task][0]
         rows = [row for row in read("runs.csv") if (row["env_id"], row["flags"]) == key]
         columns.append([(float(row["greedy"]) - low) / (high - low) for row in rows])
     seeds = min(map(len, columns))

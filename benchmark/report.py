@@ -55,10 +55,10 @@ def median(rows: list[dict[str, str]], key: str) -> float:
     return statistics.median(float(row[key]) for row in rows)
 
 
-def results(runs: list[tuple[str, str, int, str]]) -> None:
-    """Print the table of some of the runs."""
+def results(runs: list[tuple[str, str, int, str]], others: bool = True) -> None:
+    """Print the table of some of the runs, with what others published for as many steps."""
     columns = ["environment", "command", "steps", "seeds", "training", "lowest .. highest"]
-    columns += ["greedy", "minutes", "commit", *PUBLISHED]
+    columns += ["greedy", "minutes", "commit", *(PUBLISHED if others else [])]
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for script, env_id, _, flags in runs:
         key = {"script": script, "env_id": env_id, "flags": flags}
@@ -71,7 +71,8 @@ def results(runs: list[tuple[str, str, int, str]]) -> None:
         cells += [mean_and_spread(scores), f"{min(scores):.1f} .. {max(scores):.1f}"]
         cells += [mean_and_spread(greedy), f"{median(rows, 'wall_clock_s') / 60:.1f}"]
         cells += [", ".join(sorted({row["commit"].rstrip("+")[:7] for row in rows}))]
-        print(f"| {' | '.join(cells + published(env_id))} |")
+        cells += published(env_id) if others else []
+        print(f"| {' | '.join(cells)} |")
 
 
 def paired(env_id: str, variant: tuple[str, str], reference: tuple[str, str]) -> None:
@@ -95,8 +96,9 @@ def paired(env_id: str, variant: tuple[str, str], reference: tuple[str, str]) ->
 
 def main() -> None:
     """Print the tables, in Markdown."""
-    for runs in (MAIN, VARIANTS, EXPERIMENTS):
-        results(runs)
+    results(MAIN)
+    results(VARIANTS)
+    results(EXPERIMENTS, others=False)
     print("\n| environment | who | steps/s | ratio | first iteration, s | peak, MiB |")
     print("|---|---|---|---|---|---|")
     groups = defaultdict(list)
@@ -108,7 +110,9 @@ def main() -> None:
         others = ["-", "-"]
         if rows[0]["peak_mib"]:
             others = [f"{median(rows, 'first_iteration_s'):.1f}", f"{median(rows, 'peak_mib'):.0f}"]
-        ratio = "-" if "empty cache" in who else f"{speed / peer:.2f}"  # those ran another time
+        # Not for those of another time, nor for other hyper-parameters.
+        other = "empty cache" in who or who in ("ppo_continuous.py", "ppo_continuous.py --compile")
+        ratio = "-" if other else f"{speed / peer:.2f}"
         figures = [f"{speed:,.0f}", ratio, *others]
         print(f"| {env_id} | `{who}` | {' | '.join(figures)} |")
     print("\nMean return over a run (paired, standard error):")

@@ -43,6 +43,12 @@ VARIANTS = [
     ("ppo_continuous.py", "HalfCheetah-v5", 5, CANONICAL),
     ("ppo_continuous.py", "Hopper-v5", 3, CANONICAL),
     ("ppo_continuous.py", "InvertedDoublePendulum-v5", 3, CANONICAL),
+    (
+        "ppo_continuous.py",
+        "InvertedDoublePendulum-v5",
+        3,
+        "--compile --ent-coef 0.002",
+    ),
     ("ppo.py", "CartPole-v1", 5, "--compile"),
     (f"{TWO} ppo.py", "CartPole-v1", 5, ""),
     ("ppo_continuous.py", "HalfCheetah-v5", 5, ""),
@@ -50,6 +56,7 @@ VARIANTS = [
 ]
 LANDER = "--num-envs 16 --num-steps 128 --total-timesteps"
 EXPERIMENTS = [
+    ("ppo_atari.py", "ALE/Pong-v5", 0, "--num-threads 1"),  # stopped by hand
     ("ppo.py", "CartPole-v1", 3, "--total-timesteps 200000"),
     ("ppo.py", "FrozenLake-v1", 3, "--env-kwargs is_slippery False --total-timesteps 100000"),
     ("ppo.py", "Taxi-v4", 3, "--num-envs 16 --learning-rate 1e-3"),
@@ -127,7 +134,8 @@ def train(script: str, env_id: str, seed: int, flags: str) -> None:
         greedy = re.search(r"greedy return (\S+), std (\S+), over", done.stdout).groups()
         row = {"score": score, "episodes": episodes, "steps": steps.replace(",", "")}
         row |= dict(zip(("greedy", "greedy_std"), greedy, strict=True))
-        row |= {"wall_clock_s": round(wall_clock, 1), "command": command}
+        path = "PYTHONPATH=benchmark " if "third_party" in env_id else ""
+        row |= {"wall_clock_s": round(wall_clock, 1), "command": path + command}
         with LOCK:
             append("runs.csv", [key | row | provenance()])
             append("curves.csv", [key | point for point in curve(Path(folder, run))])
