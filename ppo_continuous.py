@@ -227,7 +227,7 @@ class Agent(nn.Module):
 
         self.actor = mlp(2 * k if args.state_std else k, std=0.01)
         self.critic = mlp(1, std=1.0)
-        self.log_std = nn.Parameter(torch.full((k,), args.log_std_init))
+        self.log_std = nn.Parameter(torch.full((k,), float(args.log_std_init)))
         self.squash, self.state_std = args.squash, args.state_std
         self.obs_statistics = RunningStatistics((obs_size,))
         self.return_statistics = RunningStatistics(())
