@@ -2,7 +2,7 @@
 
     python benchmark/fast.py
 
-Ten seeds, one after another, each in a process of its own. What counts is when the mean return of
+Seeds one after another, each in a process of its own. What counts is when the mean return of
 the last 100 training episodes first reached a threshold, imports and compilation included; for
 CartPole also how many seeds are at 475 when they end, and when that is. Rows go to
 benchmark/results/fast.csv. Nothing else should run on the machine meanwhile.
@@ -13,9 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import tyro
 from provenance import provenance
 from run import append
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -58,12 +60,21 @@ def learn(command: str, thresholds: list[int]) -> dict[str, float | str]:
     return row
 
 
-def main() -> None:
+@dataclass
+class Args:
+    """Time the recipes."""
+
+    env_id: str | None = None  # environment to learn; all of them by default
+    seeds: int = 10  # runs of each
+
+
+def main(args: Args) -> None:
     """Run the seeds, append the rows and print the medians."""
     columns = [f"seconds_to_{x}" for _, _, thresholds in RECIPES.values() for x in thresholds]
-    for env_id, (script, recipe, thresholds) in RECIPES.items():
+    recipes = {args.env_id: RECIPES[args.env_id]} if args.env_id else RECIPES
+    for env_id, (script, recipe, thresholds) in recipes.items():
         rows = []
-        for seed in range(1, 11):
+        for seed in range(1, args.seeds + 1):
             command = f"{script} --env-id {env_id} {recipe} --seed {seed}"
             key = {"env_id": env_id, "seed": seed} | dict.fromkeys(columns, "")
             rows.append(key | learn(command, thresholds) | {"command": f"python {command}"})
@@ -75,8 +86,8 @@ def main() -> None:
         for what, seconds in times.items():
             seconds = [x for x in seconds if x]
             median = statistics.median(seconds) if seconds else float("nan")
-            print(f"{env_id}, {what}: {len(seconds)} of 10, median {median:.2f} s")
+            print(f"{env_id}, {what}: {len(seconds)} of {args.seeds}, median {median:.2f} s")
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Args))

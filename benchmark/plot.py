@@ -100,7 +100,7 @@ def draw_intervals() -> None:
         rows = [row for row in read("runs.csv") if (row["env_id"], row["flags"]) == key]
         columns.append([(float(row["greedy"]) - low) / (high - low) for row in rows])
     seeds = min(map(len, columns))
-    name = f"defaults, {seeds} seeds"
+    name = f"greedy return of the\ndefaults, {seeds} seeds, in\nunits of Tianshou's"
     scores = {name: np.array([column[:seeds] for column in columns]).T}  # runs, tasks
     kinds = ["Median", "IQM", "Mean"]
     functions = [metrics.aggregate_median, metrics.aggregate_iqm, metrics.aggregate_mean]
@@ -108,15 +108,14 @@ def draw_intervals() -> None:
         scores, lambda x: np.array([function(x) for function in functions]), reps=RESAMPLES
     )
     for kind, point, low, high in zip(kinds, points[name], *intervals[name], strict=True):
-        print(f"{kind}, {name}: {point:.2f} [{low:.2f}, {high:.2f}]")
+        print(f"{kind}: {point:.2f} [{low:.2f}, {high:.2f}]")
     figure, _ = plot_utils.plot_interval_estimates(
         points,
         intervals,
         metric_names=kinds,
         algorithms=[name],
         colors={name: "tab:blue"},
-        xlabel="greedy return, 1: Tianshou's",
-        xlabel_y_coordinate=-0.35,
+        xlabel="",
     )
     figure.savefig(RESULTS / "intervals.png", dpi=80, bbox_inches="tight")
 
