@@ -247,13 +247,14 @@ class Agent(nn.Module):
         return mean, log_std
 
     def sample_noise(self, *shape: int) -> Tensor:
-        """Gaussian noise for `act`, (*shape, k)."""
-        return torch.randn(*shape, *self.log_std.shape, device=self.log_std.device)
+        """Gaussian noise for `act`, (*shape, k): scaled once here, unless the state decides."""
+        noise = torch.randn(*shape, *self.log_std.shape, device=self.log_std.device)
+        return noise if self.state_std else noise * self.log_std.detach().exp()
 
     def act(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         """Actions, (B, k), before any tanh: the mode or, with noise, a sample (detail 23)."""
         mean, log_std = self.policy(self.normalize(obs))
-        return mean + log_std.exp() * noise
+        return mean + (log_std.exp() * noise if self.state_std else noise)
 
     def value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""

@@ -88,9 +88,9 @@ def test_continuous() -> None:
     torch.testing.assert_close(value, agent.value(obs))
     torch.testing.assert_close(agent.act(obs), normal.mean)
     noise = agent.sample_noise(100_000)
-    torch.testing.assert_close(agent.act(obs, noise[:7]), normal.mean + normal.scale * noise[:7])
-    torch.testing.assert_close(noise.std(0), torch.ones(3), rtol=0.02, atol=0)
-    assert noise.mean(0).abs().max() < 0.02
+    torch.testing.assert_close(agent.act(obs, noise[:7]), normal.mean + noise[:7])
+    torch.testing.assert_close(noise.std(0), agent.log_std.exp().detach(), rtol=0.02, atol=0)
+    assert (noise.mean(0) / noise.std(0)).abs().max() < 0.02
 
 
 def test_deviation_of_the_state() -> None:
