@@ -61,6 +61,7 @@ class Args:
     squash: bool = False  # bound actions by tanh, with the density to match, instead of clipping
     state_std: bool = False  # let the policy's standard deviation depend on the state
     log_std_init: float = -0.5  # logarithm of the standard deviation at first
+    log_std_min: float = -2.0  # it falls no lower: without noise, what was learned is easily lost
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project there
     wandb_entity: str | None = None  # team there
@@ -229,6 +230,7 @@ class Agent(nn.Module):
         self.critic = mlp(1, std=1.0)
         self.log_std = nn.Parameter(torch.full((k,), float(args.log_std_init)))
         self.squash, self.state_std = args.squash, args.state_std
+        self.log_std_min = args.log_std_min
         self.obs_statistics = RunningStatistics((obs_size,))
         self.return_statistics = RunningStatistics(())
         self.discounted_returns = np.zeros(envs.num_envs, np.float32)
@@ -243,7 +245,7 @@ class Agent(nn.Module):
         mean, log_std = self.actor(obs), self.log_std  # the same in every state (detail 24)
         if self.state_std:
             mean, deviation = mean.chunk(2, -1)
-            log_std = log_std + deviation
+            log_std = (log_std + deviation).clamp(self.log_std_min)
         return mean, log_std
 
     def sample_noise(self, *shape: int) -> Tensor:
@@ -293,6 +295,7 @@ class Agent(nn.Module):
         with torch.no_grad():
             std = gather(self.policy(self.normalize(obs))[1].exp()).mean().item()
         self.obs_statistics.update(obs)
+        self.log_std.data.clamp_(self.log_std_min)
         return {"charts/policy_std": std}
 
 

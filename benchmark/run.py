@@ -33,7 +33,10 @@ MUJOCO = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5",
 MUJOCO += ["Reacher-v5", "InvertedPendulum-v5", "InvertedDoublePendulum-v5"]
 # The settings of Huang et al., which ppo_continuous.py had as its defaults at first.
 CANONICAL = "--num-envs 1 --num-steps 2048 --no-recompute-advantages --norm-adv --clip-vloss"
-CANONICAL += " --log-std-init 0 --checkpoint-interval 50"
+CANONICAL += " --log-std-init 0 --log-std-min -20 --checkpoint-interval 50"
+NO_FLOOR = "--compile --log-std-min -20"  # under the standard deviation
+# Near Ant-v3 under MuJoCo 2, where contact forces were zeros (github.com/openai/gym/issues/1541).
+ANT_V3 = "--env-kwargs include_cfrc_ext_in_observation False contact_cost_weight 0"
 MAIN = [  # script, environment, seeds, further flags
     *(("ppo.py", task, 5, "") for task in CLASSIC),
     *(("ppo_continuous.py", task, 5, "--compile") for task in MUJOCO),
@@ -43,8 +46,10 @@ VARIANTS = [
     ("ppo_continuous.py", "HalfCheetah-v5", 5, CANONICAL),
     ("ppo_continuous.py", "Hopper-v5", 3, CANONICAL),
     ("ppo_continuous.py", "InvertedDoublePendulum-v5", 3, CANONICAL),
-    ("ppo_continuous.py", "InvertedPendulum-v5", 3, "--compile --ent-coef 0.002"),
-    ("ppo_continuous.py", "InvertedDoublePendulum-v5", 3, "--compile --ent-coef 0.002"),
+    *(("ppo_continuous.py", task, 3, NO_FLOOR) for task in MUJOCO),
+    ("ppo_continuous.py", "InvertedPendulum-v5", 3, f"{NO_FLOOR} --ent-coef 0.002"),
+    ("ppo_continuous.py", "InvertedDoublePendulum-v5", 3, f"{NO_FLOOR} --ent-coef 0.002"),
+    ("ppo_continuous.py", "Ant-v5", 3, f"--compile {ANT_V3}"),
     ("ppo.py", "CartPole-v1", 5, "--compile"),
     (f"{TWO} ppo.py", "CartPole-v1", 5, ""),
     ("ppo_continuous.py", "HalfCheetah-v5", 5, ""),

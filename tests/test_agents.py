@@ -100,7 +100,7 @@ def test_deviation_of_the_state() -> None:
     agent.actor[-1].weight.data.normal_(std=0.3)
     obs, actions = torch.randn(7, 5), torch.randn(7, 3)
     mean, change = agent.actor(obs).split(3, -1)
-    normal = Normal(mean, (change - 0.7).exp())
+    normal = Normal(mean, (change - 0.7).clamp(-2).exp())  # log_std_min
     assert normal.scale.std(0).min() > 0.05
     logprobs, entropy, _ = agent.evaluate_actions(obs, actions)
     torch.testing.assert_close(logprobs, normal.log_prob(actions).sum(-1))

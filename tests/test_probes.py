@@ -87,6 +87,20 @@ def test_best_continuous_action(env_id: str, best: list[float], train_agent: Cal
     assert actions(agent, -1.0, 1.0).ravel() == pytest.approx(best, abs=0.1)
 
 
+@pytest.mark.parametrize("state_std", [False, True])
+def test_deviation_has_a_floor(state_std: bool, train_agent: Callable) -> None:
+    """A best action that is the same everywhere draws the deviation down, to log_std_min."""
+    flags = SETTINGS | CONTINUOUS | {"env_id": "probe_envs:Acted-v0", "state_std": state_std}
+    lowest = []
+    for log_std_min in (-20, -0.8):
+        agent, _ = train_agent(ppo_continuous, log_std_min=log_std_min, **flags)
+        with torch.no_grad():
+            lowest.append(agent.policy(torch.tensor([[-1.0], [1.0]]))[1].min().item())
+    assert lowest[0] < -1
+    assert lowest[1] == pytest.approx(-0.8, abs=0.1)
+    assert lowest[1] >= np.float32(-0.8)
+
+
 @pytest.mark.parametrize("script", [ppo, ppo_continuous])
 def test_truncation_is_not_termination(script: Any, train_agent: Callable) -> None:
     """What a time limit cuts is worth what would have followed: 1 / (1 - 0.9) = 10, and 0.
