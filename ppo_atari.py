@@ -362,7 +362,8 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
 
 def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
     """Check sizes, set PyTorch up until `on_exit`, return the device. Raises `UsageError`."""
-    positive = "num_envs num_steps num_minibatches update_epochs learning_rate clip_coef"
+    positive = "num_envs num_steps num_minibatches update_epochs learning_rate clip_coef "
+    positive += "max_grad_norm"
     for name in positive.split():
         if getattr(args, name) <= 0:
             raise UsageError(f"{name} is {getattr(args, name)}, and must be above 0")
@@ -400,11 +401,18 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
     on_exit.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.manual_seed(args.seed)
     try:
         return torch.zeros(0, device=device).device
     except (RuntimeError, AssertionError):
         raise UsageError(f"there is no device {device} here: use cpu, or auto to choose") from None
+
+
+def seed_all(*numbers: int) -> int:
+    """Seed all generators by the numbers; return another seed, for environments."""
+    first, second = np.random.SeedSequence(numbers).generate_state(2).tolist()
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(first)
+    return second // 4
 
 
 def check_finite(where: str, **arrays: np.ndarray) -> None:
@@ -434,14 +442,20 @@ def evaluate(agent: Agent, envs: gym.vector.VectorEnv, args: Args) -> dict[str, 
     """Play `eval_episodes` whole episodes greedily; print and return what their raw returns are.
 
     `envs` is a single environment: if several raced for the episodes, short ones would win.
+    Raises `UsageError` where an episode goes on for 100,000 steps.
     """
-    device, returns = next(agent.parameters()).device, []
+    device, returns, steps = next(agent.parameters()).device, [], 0
     obs, _ = envs.reset(seed=args.seed % 2**30)
     while len(returns) < args.eval_episodes:
         actions = agent.act(torch.as_tensor(obs).to(device))
         obs, _, _, _, info = envs.step(actions.cpu().numpy())
+        steps += 1
+        if steps == 100_000:
+            limit = "give it a time limit, as in --env-kwargs max_episode_steps 1000"
+            raise UsageError(f"a greedy episode of {args.env_id} doesn't end: {limit}")
         if "episode" in info:
             returns.append(float(info["episode"]["r"][0]))
+            steps = 0
     mean, std, count = float(np.mean(returns)), float(np.std(returns)), len(returns)
     print(f"{args.env_id}: greedy return {mean:.1f}, std {std:.1f}, over {count} episodes")
     return {"eval/return": mean, "eval/return_std": std, "eval/episodes": count}
@@ -491,10 +505,14 @@ def train(args: Args) -> float:
 
         if args.eval_episodes:
             video_folder = path.parent if args.capture_video else None
+            seed_all(args.seed)
             eval_envs = make_envs(replace(args, num_envs=1), video_folder)
             on_exit.callback(eval_envs.close)
+        begin = saved["iteration"] if saved else 0
+        seed_all(args.seed, begin, rank)
         envs = eval_envs if args.evaluate else make_envs(own_args)
         on_exit.callback(lambda: envs.close())
+        torch.manual_seed(args.seed)  # all processes of a job begin with the same weights
         agent = Agent(envs, args).to(device)
         adam = {"fused": not args.compile, "capturable": args.compile and device.type == "cuda"}
         optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, **adam)  # detail 3
@@ -570,8 +588,7 @@ def train(args: Args) -> float:
         interval = args.checkpoint_interval or num_iterations
         progress = {"iteration": 0, "step": 0, "returns": [], "finished": False}
         progress = {key: saved[key] for key in progress} if saved else progress
-        begin, global_step = progress["iteration"], progress["step"]
-        last_returns = deque(progress["returns"], maxlen=100)
+        global_step, last_returns = progress["step"], deque(progress["returns"], maxlen=100)
 
         def save() -> None:
             if rank > 0:
@@ -592,7 +609,8 @@ def train(args: Args) -> float:
                 temporary.unlink(missing_ok=True)
 
         def save_if_worker_died(kind: type, error: BaseException, trace: Any) -> None:
-            if isinstance(error, EOFError | ConnectionError) or (caught and kind is not SystemExit):
+            usual = None, SystemExit, UsageError
+            if isinstance(error, EOFError | ConnectionError) or (caught and kind not in usual):
                 for process in getattr(envs.unwrapped, "processes", ()):
                     process.kill()
                 envs.unwrapped.closed = True  # its other processes couldn't be closed
@@ -611,11 +629,9 @@ def train(args: Args) -> float:
             if iteration == begin or iteration % interval == 0:
                 if iteration > begin:
                     envs.close()
+                    seed_all(args.seed, iteration, rank)
                     envs = make_envs(own_args)  # some keep more than a reset resets
-                seeds = np.random.SeedSequence((args.seed, iteration, rank)).generate_state(2)
-                for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-                    set_seed(int(seeds[0]))
-                obs[-1], _ = envs.reset(seed=int(seeds[1]) // 4)
+                obs[-1], _ = envs.reset(seed=seed_all(args.seed, iteration, rank))
 
             # ------------------------------------- rollout -------------------------------------
             # The policy stays the same throughout: draw all noise before, only act within, and

@@ -1,6 +1,6 @@
 """Measure what a checkpoint costs: its seconds, its bytes, and its share of a default run's time.
 
-    python benchmark/checkpoint.py
+    PYTHONPATH=. python benchmark/checkpoint.py
 
 A short run of each script writes a checkpoint after every second iteration. The cost is the time
 from flushing the events to the finished file, and that of making and resetting the environments

@@ -17,11 +17,15 @@ def cpu_name() -> str:
 
 @cache
 def provenance() -> dict[str, str]:
-    """Columns to put beside a result; a commit with uncommitted changes ends in +."""
-    root = Path(__file__).parent
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=10", "--dirty=+"]
+    """Columns to put beside a result; a commit with changes, but to the results, ends in +."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent.parent), *words]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    changes = git("status", "--porcelain", "--", ".", ":!benchmark/results")
     return {
-        "commit": subprocess.run(command, capture_output=True, text=True).stdout.strip(),
+        "commit": git("rev-parse", "--short=10", "HEAD") + "+" * bool(changes),
         "date": str(date.today()),
         "machine": cpu_name(),
         "torch": version("torch"),

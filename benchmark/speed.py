@@ -2,14 +2,14 @@
 
     pip install -r benchmark/requirements.txt
     python -m venv /tmp/sb3
-    /tmp/sb3/bin/pip install stable-baselines3 "gymnasium[mujoco]" mujoco==3.10.0 tensorboard \
-        ale-py==0.12.1 opencv-python-headless
+    /tmp/sb3/bin/pip install stable-baselines3==2.9.2 torch==2.13.0 "gymnasium[mujoco]" \
+        mujoco==3.10.0 tensorboard ale-py==0.12.1 opencv-python-headless
     python benchmark/speed.py --peer-python /tmp/sb3/bin/python
 
 Nothing else should run on the machine meanwhile. Ours and the peer run alternately, with the same
-settings. A speed is of the second half of a run, so that neither imports nor compilation count;
-what they take is recorded beside it. Rows go to benchmark/results/speed.csv and scaling.csv, the
-plot of the latter to scaling.png.
+settings. A speed of ours is of the second half of a run, the peer's of all but its first iteration,
+so that neither imports nor compilation count; what they take is recorded beside it. Rows go to
+benchmark/results/speed.csv and scaling.csv, the plot of the latter to scaling.png.
 """
 
 import os
@@ -50,7 +50,7 @@ SCALES = {  # what varies: its sizes, with steps enough for a few iterations
 class Args:
     """Measure speed."""
 
-    peer_python: str = ""  # the python of an environment with stable-baselines3
+    peer_python: str = ""  # the python of an environment with stable-baselines3, see above
     rounds: int = 5  # alternations; the median counts
     only: Literal["peer", "cold", "scaling"] | None = None  # part to do; all by default
     env_id: str | None = None  # environment to compare on; all of them by default
@@ -165,6 +165,8 @@ def plot() -> None:
 def main(args: Args) -> None:
     """Do the parts that were asked for."""
     if args.only in (None, "peer"):
+        if not args.peer_python:
+            sys.exit("--peer-python is missing: see the top of this file")
         compare(args)
     if args.only in (None, "cold"):
         cold()

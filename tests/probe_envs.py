@@ -1,10 +1,12 @@
 """Small environments whose values and best policies are known, registered when imported."""
 
 import os
+import random
 from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Tuple
 
 VECTOR = Box(-1, 1, (1,), np.float32)
@@ -137,15 +139,22 @@ class Choices(Probe):
 class Masked(Probe):
     """Four actions, of which a random half is valid in a state; the others break it.
 
-    Worth more the higher the action; an episode has five steps.
+    Worth more the higher the action; an episode has five steps. Observations are integers, masks
+    are not.
     """
+
+    observation_space = Box(-1, 1, (1,), np.int8)
 
     def __init__(self) -> None:
         self.action_space = Discrete(4)
 
+    def observe(self) -> np.ndarray:
+        """The state, which tells nothing."""
+        return np.array([self.state], np.int8)
+
     def draw(self) -> dict[str, np.ndarray]:
         """An info with a mask, two ones and two zeros."""
-        self.mask = self.np_random.permutation(np.array([0, 0, 1, 1], np.int8))
+        self.mask = self.np_random.permutation(np.array([0.0, 0.0, 1.0, 1.0]))
         return {"action_mask": self.mask}
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
@@ -242,6 +251,18 @@ class Alternating(Probe):
         """Take one of the steps."""
         self.steps += 1
         return self.observe(), 1.0, self.steps == self.length, False, {}
+
+
+class Drawn(Probe):
+    """Each is worth another number, drawn where a constructor shouldn't."""
+
+    def __init__(self, continuous: bool = False) -> None:
+        super().__init__(continuous)
+        self.worth = float(random.random() + np.random.rand() + torch.rand(()))
+
+    def reward(self, action: Any) -> float:
+        """The number."""
+        return self.worth
 
 
 class Breaks(Probe):

@@ -87,6 +87,7 @@ def failing(script: Any, name: str, call: int, error: BaseException) -> Any:
         # Its reset keeps something of the episodes before.
         ("ppo_continuous", 5, {"env_id": "BipedalWalker-v3"}),
         ("ppo", 3, {"vectorization": "async"}),
+        ("ppo", 3, {"env_id": "probe_envs:Drawn-v0", "eval_episodes": 2}),
         ("ppo_continuous", 3, {"squash": True, "state_std": True, "lr_schedule": "cosine"}),
     ],
 )
@@ -302,6 +303,50 @@ def test_not_finite(name: str, flags: dict, quantity: str, iteration: int) -> No
         assert all(torch.isfinite(x).all() for x in saved["agent"].values())
     else:
         assert not (only_run() / "checkpoint.pt").exists()
+
+
+def test_not_finite_and_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at a run that breaks doesn't let what is nan into the checkpoint."""
+    script, probe_envs.Breaks.taken = MODULES["ppo"], 0
+    check_finite = script.check_finite
+
+    def check(*args: Any, **arrays: Any) -> None:
+        if probe_envs.Breaks.taken >= 600:
+            os.kill(os.getpid(), signal.SIGINT)
+        check_finite(*args, **arrays)
+
+    monkeypatch.setattr(script, "check_finite", check)
+    flags = {"num_envs": 1, "total_timesteps": 1024, "env_id": "probe_envs:Breaks-v0"}
+    flags |= {"checkpoint_interval": 2, "env_kwargs": {"what": "reward", "when": 600}}
+    with pytest.raises(script.UsageError, match="^reward became infinite or nan"):
+        trained("ppo", **flags)
+    _, saved = script.load_checkpoint(str(only_run()))
+    assert all(torch.isfinite(x).all() for x in saved["agent"].values())
+
+
+def test_stopped_in_the_last_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that comes when all is trained lets the run finish."""
+    fsync, calls = os.fsync, []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        fsync(*args)
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    _, saved = MODULES["ppo"].load_checkpoint(str(trained("ppo", checkpoint_interval=0)))
+    assert saved["finished"]
+    assert len(calls) == 2
+
+
+def test_an_evaluation_that_does_not_end() -> None:
+    """A greedy policy that never ends an episode ends in a sentence; the training isn't lost."""
+    flags = {"env_id": "probe_envs:Breaks-v0", "env_kwargs": {"what": "nothing", "when": 0}}
+    with pytest.raises(MODULES["ppo"].UsageError, match="doesn't end: give it a time limit"):
+        trained("ppo", **flags, eval_episodes=1)
+    _, saved = MODULES["ppo"].load_checkpoint(str(only_run()))
+    assert saved["step"] == SHORT["ppo"]["total_timesteps"]
 
 
 def test_a_full_disk() -> None:
