@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import random
-import re
 import signal
 import sys
 import threading
@@ -116,20 +115,16 @@ class AppendActionMask(gym.Wrapper):
     def __init__(self, env: gym.Env) -> None:
         super().__init__(env)
         if not isinstance(env.action_space, Discrete) or "action_mask" not in env.reset()[1]:
-            needs = 'Discrete actions and an info with an "action_mask"'
-            raise UsageError(
-                f"--mask-actions needs {needs}, which {env.spec.id} hasn't: leave it out"
-            )
+            needs = f'Discrete actions and info["action_mask"], which {env.spec.id} lacks'
+            raise UsageError(f"--mask-actions needs {needs}: leave it out")
         both = Tuple((env.observation_space, MultiBinary(int(env.action_space.n))))
         self.observation_space = gym.spaces.flatten_space(both)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        """Reset the environment."""
         obs, info = self.env.reset(**kwargs)
         return np.append(obs, np.int8(info["action_mask"])), info
 
     def step(self, action: int) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
-        """Step the environment."""
         obs, *rest = self.env.step(action)
         return np.append(obs, np.int8(rest[-1]["action_mask"])), *rest
 
@@ -143,28 +138,23 @@ def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.Vector
     """
     vector_kwargs = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
     mode = {"vectorization_mode": args.vectorization, "vector_kwargs": vector_kwargs}
+    mode |= {"render_mode": "rgb_array"} if video_folder else {}
 
-    def flatten(env: gym.Env) -> gym.Env:
+    def prepare(env: gym.Env) -> gym.Env:
         try:  # it copies, too: an environment may overwrite its last observation in the reset
-            return gym.wrappers.FlattenObservation(env)
+            env = gym.wrappers.FlattenObservation(env)
         except NotImplementedError as error:
             need = f"a wrapper, for observations that flatten: it has {env.observation_space}"
             raise UsageError(f"{args.env_id} needs {need}") from error
-
-    wrappers = [flatten]
-    if args.mask_actions:
-        wrappers.append(AppendActionMask)
-    if video_folder:
-
-        def record(env: gym.Env) -> gym.Env:
+        env = AppendActionMask(env) if args.mask_actions else env
+        if video_folder:
             env.reset()
             env.render()  # to fail here, before the training, where no renderer is
             video = str(video_folder / f"video-{datetime.now():%Y%m%d-%H%M%S-%f}")
-            return RecordVideo(env, video, episode_trigger=lambda i: i < args.eval_episodes)
+            env = RecordVideo(env, video, episode_trigger=lambda i: i < args.eval_episodes)
+        return env
 
-        wrappers.append(record)
-        mode["render_mode"] = "rgb_array"
-    envs = make_vec(args, **mode, wrappers=wrappers)
+    envs = make_vec(args, **mode, wrappers=[prepare])
     obs_space, space = envs.single_observation_space, envs.single_action_space
     usable = isinstance(space, Discrete | MultiDiscrete | MultiBinary)
     if not usable or not isinstance(obs_space, Box):
@@ -174,13 +164,10 @@ def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.Vector
         raise UsageError(f"{args.env_id} needs {need}: it has {obs_space} and {space}")
     # One mechanism for the three: k choices at once, the i-th of nvec[i] values, counted from 0.
     nvec = [space.n] if isinstance(space, Discrete) else np.full(space.shape, 2)
-    nvec = np.ravel(getattr(space, "nvec", nvec))
+    choices = MultiDiscrete(np.ravel(getattr(space, "nvec", nvec)))
     shape, start, dtype = envs.action_space.shape, getattr(space, "start", 0), space.dtype
-
-    def to_env(actions: np.ndarray) -> np.ndarray:
-        return (actions.reshape(shape) + start).astype(dtype)
-
-    return TransformAction(RecordEpisodeStatistics(envs), to_env, None, MultiDiscrete(nvec))
+    envs = RecordEpisodeStatistics(envs)
+    return TransformAction(envs, lambda x: (x.reshape(shape) + start).astype(dtype), None, choices)
 
 
 def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear | nn.Conv2d:
@@ -200,7 +187,12 @@ def gather(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Sequential):
-    """A chain of layers without `nn.Module.__call__`, which takes a third of the time here."""
+    """Two tanh layers without `nn.Module.__call__`, which takes a third of the time here."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, std: float) -> None:
+        first, second = layer_init(nn.Linear(num_inputs, 64)), layer_init(nn.Linear(64, 64))
+        last = layer_init(nn.Linear(64, num_outputs), std)
+        super().__init__(first, nn.Tanh(), second, nn.Tanh(), last)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, inputs) to (B, outputs)."""
@@ -215,14 +207,8 @@ class Agent(nn.Module):
     def __init__(self, envs: gym.vector.VectorEnv, args: Args) -> None:
         super().__init__()
         obs_size, nvec = envs.single_observation_space.shape[0], envs.single_action_space.nvec
-
-        def mlp(num_outputs: int, std: float) -> MLP:
-            first, second = layer_init(nn.Linear(obs_size, 64)), layer_init(nn.Linear(64, 64))
-            last = layer_init(nn.Linear(64, num_outputs), std)
-            return MLP(first, nn.Tanh(), second, nn.Tanh(), last)
-
-        self.actor = mlp(len(nvec) * max(nvec), std=0.01)
-        self.critic = mlp(1, std=1.0)
+        self.actor = MLP(obs_size, len(nvec) * max(nvec), std=0.01)
+        self.critic = MLP(obs_size, 1, std=1.0)
         # Every choice has max(nvec) logits; those of values that it lacks are lowered by 1e8.
         lacking = torch.as_tensor(np.arange(max(nvec)) >= nvec[:, None])
         self.register_buffer("padding", torch.where(lacking, -1e8, 0.0))
@@ -386,14 +372,12 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
         parts += f" for each of {world_size} processes" if world_size > 1 else ""
         raise UsageError(f"{rollout} samples don't divide into {parts}: change one of these")
     if args.total_timesteps < batch_size:
-        total = f"total_timesteps = {args.total_timesteps}"
-        raise UsageError(f"{total} is less than one rollout, {rollout}: raise it or lower these")
+        raise UsageError(f"total_timesteps is less than {rollout}: raise it or lower these")
     if args.evaluate and world_size > 1:
         raise UsageError("--evaluate takes one process: start it without torchrun")
     device = args.device
     if device == "auto":
-        backends = {"cuda": torch.cuda, "mps": torch.backends.mps}
-        device = next((name for name, b in backends.items() if b.is_available()), "cpu")
+        device = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     # Forget what an earlier call of train compiled. Were the compiler, which Adam needs too, first
     # imported later, it would keep the process group's threads alive, which abort the process.
     torch.compiler.reset()
@@ -456,7 +440,7 @@ def evaluate(agent: Agent, envs: gym.vector.VectorEnv, args: Args) -> dict[str, 
         obs, _, _, _, info = envs.step(actions.cpu().numpy())
         steps += 1
         if steps == 100_000:
-            limit = "give it a time limit, as in --env-kwargs max_episode_steps 1000"
+            limit = "--env-kwargs max_episode_steps 1000 sets a limit, --eval-episodes 0 skips it"
             raise UsageError(f"a greedy episode of {args.env_id} doesn't end: {limit}")
         if "episode" in info:
             returns.append(float(info["episode"]["r"][0]))
@@ -469,23 +453,21 @@ def evaluate(agent: Agent, envs: gym.vector.VectorEnv, args: Args) -> dict[str, 
 def train(args: Args) -> float:
     """Train an agent; return the mean raw return of the last 100 training episodes, or nan.
 
-    Writes TensorBoard events and `checkpoint.pt` to a new folder in `runs`, or to that of the run
-    `args.resume`. With `args.evaluate`, only evaluates that run, and returns the mean of that.
-    Raises `UsageError` for what a user can put right. A first SIGINT or SIGTERM ends the script
-    after the iteration and a checkpoint, a second one at once.
+    Writes events and `checkpoint.pt` to a new folder in `runs`, or to that of `args.resume`; with
+    `args.evaluate`, only evaluates that run, and returns its greedy return. Raises `UsageError` for
+    what a user can put right, `SystemExit` after a first SIGINT or SIGTERM and a checkpoint.
     """
     with contextlib.ExitStack() as on_exit:
         # --------------------------------------- set-up ---------------------------------------
         device = set_up(args, on_exit)
-        rank, world_size, stamp = 0, 1, f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+        rank, world_size, stamp = 0, 1, [f"{datetime.now():%Y%m%d-%H%M%S-%f}"]
         if dist.is_initialized():  # torchrun: each process has its share; the first one reports
             rank, world_size = dist.get_rank(), dist.get_world_size()
-            dist.broadcast_object_list(stamps := [stamp])  # one name of the run for all
-            stamp = stamps[0]
+            dist.broadcast_object_list(stamp)  # one name of the run for all
             args = replace(args, eval_episodes=0, track=False) if rank else args
         own_args = replace(args, num_envs=args.num_envs // world_size)
-        run_name = re.sub("[/:]", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}")
-        path, saved = Path("runs", run_name, "checkpoint.pt"), None
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp[0]}"
+        path, saved = Path("runs", name.replace("/", "-").replace(":", "-"), "checkpoint.pt"), None
         if args.resume or args.evaluate:
             path, saved = load_checkpoint(args.resume or args.evaluate)
         if args.resume:
@@ -504,7 +486,7 @@ def train(args: Args) -> float:
                 signal.signal(either, signal.SIG_DFL)  # a second one ends the process at once
 
         catching = on_exit.enter_context(contextlib.ExitStack())
-        if threading.current_thread() is threading.main_thread():  # no other thread may
+        if threading.current_thread() is threading.main_thread() and not args.evaluate:
             for either in (signal.SIGINT, signal.SIGTERM):
                 catching.callback(signal.signal, either, signal.signal(either, catch))
 
@@ -528,7 +510,6 @@ def train(args: Args) -> float:
             except (RuntimeError, ValueError) as error:
                 raise UsageError(f"{path} is for another environment or network") from error
         if args.evaluate:
-            catching.close()
             return evaluate(agent, eval_envs, args)["eval/return"]
 
         # As a tensor, so that compiled code doesn't depend on its value.
@@ -560,10 +541,11 @@ def train(args: Args) -> float:
                 raise UsageError(f"--track failed at Weights & Biases: {error}") from error
             wandb_run.define_metric("*", step_metric="global_step")
             on_exit.callback(wandb_run.finish)
-        # What the run logged after its checkpoint is purged: it will be logged again.
-        purge_step = saved["step"] + 1 if saved else None
-        if rank == 0:
-            writer = on_exit.enter_context(SummaryWriter(path.parent, purge_step=purge_step))
+        progress = {"iteration": 0, "step": 0, "returns": [], "finished": False}
+        progress = {key: saved[key] for key in progress} if saved else progress
+        global_step, last_returns = progress["step"], deque(progress["returns"], maxlen=100)
+        if rank == 0:  # what the run logged after its checkpoint is purged: it is logged again
+            writer = on_exit.enter_context(SummaryWriter(path.parent, purge_step=global_step + 1))
         if rank == 0 and not saved:
             table = "\n".join(f"|{name}|{value}|" for name, value in asdict(args).items())
             writer.add_text("hyperparameters", f"|name|value|\n|-|-|\n{table}")
@@ -591,9 +573,6 @@ def train(args: Args) -> float:
         batch_size = args.num_envs * args.num_steps
         num_iterations = args.total_timesteps // batch_size
         interval = args.checkpoint_interval or num_iterations
-        progress = {"iteration": 0, "step": 0, "returns": [], "finished": False}
-        progress = {key: saved[key] for key in progress} if saved else progress
-        global_step, last_returns = progress["step"], deque(progress["returns"], maxlen=100)
 
         def save() -> None:
             if rank > 0:
@@ -614,8 +593,8 @@ def train(args: Args) -> float:
                 temporary.unlink(missing_ok=True)
 
         def save_if_worker_died(kind: type, error: BaseException, trace: Any) -> None:
-            usual = None, SystemExit, UsageError
-            if isinstance(error, EOFError | ConnectionError) or (caught and kind not in usual):
+            interrupted = caught and kind is KeyboardInterrupt  # a worker was, too
+            if isinstance(error, EOFError | ConnectionError) or interrupted:
                 for process in getattr(envs.unwrapped, "processes", ()):
                     process.kill()
                 envs.unwrapped.closed = True  # its other processes couldn't be closed
@@ -625,8 +604,7 @@ def train(args: Args) -> float:
 
         on_exit.push(save_if_worker_died)
         bar = {"total": num_iterations * batch_size, "initial": global_step, "unit": "step"}
-        bar = tqdm(**bar, unit_scale=True, disable=True if rank > 0 else None)
-        on_exit.enter_context(bar)
+        bar = on_exit.enter_context(tqdm(**bar, unit_scale=True, disable=rank > 0 or None))
         start_time = time.perf_counter()
         for iteration in range(begin, num_iterations):
             # Environments can't be saved. So that a resumed run goes the same way, every run makes
@@ -690,11 +668,9 @@ def train(args: Args) -> float:
             if dist.is_initialized():
                 dist.all_gather_object(news, news[0])
             stop = next((numbers for _, numbers in news if numbers), [])
-            for step, episodic_return, length in sorted(x for own, _ in news for x in own):
-                last_returns.append(episodic_return)
-                tag = "charts/episodic_"
-                log(step, {tag + "return": episodic_return, tag + "length": length})
-            score = float(np.mean(last_returns)) if last_returns else float("nan")
+            for step, total, length in sorted(x for own, _ in news for x in own):
+                last_returns.append(total)
+                log(step, {"charts/episodic_return": total, "charts/episodic_length": length})
             sps = (global_step - begin * batch_size) / (time.perf_counter() - start_time)
             means = gather(torch.stack(metrics)).mean(0).tolist()
             metrics = dict(zip(METRICS, means, strict=True))
@@ -702,25 +678,18 @@ def train(args: Args) -> float:
             samples = gather(torch.stack([first.values, first.returns, first.advantages], 1))
             values, targets, advantages = samples.unbind(1)
             explained_variance = 1 - (targets - values).var() / targets.var()
-            log(
-                global_step,
-                {f"losses/{name}": value for name, value in metrics.items()}
-                | agent.finish_iteration(rollout.obs[:-1])
-                | {
-                    "losses/explained_variance": explained_variance.item(),
-                    "charts/learning_rate": learning_rate.item(),
-                    "charts/SPS": sps,
-                    "debug/value": values.mean().item(),
-                    "debug/value_target": targets.mean().item(),
-                    "debug/advantage": advantages.mean().item(),
-                },
-            )
+            scalars = {f"losses/{name}": x for name, x in metrics.items()}
+            scalars |= agent.finish_iteration(rollout.obs[:-1])
+            scalars |= {"charts/learning_rate": learning_rate.item(), "charts/SPS": sps}
+            scalars["losses/explained_variance"] = explained_variance.item()
+            debug = {"value": values, "value_target": targets, "advantage": advantages}
+            scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
+            log(global_step, scalars)
             bar.update(batch_size)
-            bar.set_postfix_str(f"return {score:.1f}", refresh=False)
+            bar.set_postfix_str(f"return {np.mean(last_returns or np.nan):.1f}", refresh=False)
 
             # ------------------------------------ checkpoint ------------------------------------
-            progress |= {"iteration": iteration + 1, "step": global_step}
-            progress["returns"] = list(last_returns)
+            progress.update(iteration=iteration + 1, step=global_step, returns=[*last_returns])
             if is_due or stop or iteration + 1 == num_iterations:
                 save()
             if stop:
@@ -733,7 +702,7 @@ def train(args: Args) -> float:
         bar.close()
 
         # ------------------------------------- evaluation -------------------------------------
-        score = float(np.mean(last_returns)) if last_returns else float("nan")
+        score = float(np.mean(last_returns or np.nan))
         summary = f"mean return {score:.1f} over the last {len(last_returns)} episodes"
         if args.eval_episodes:
             log(global_step, evaluate(agent, eval_envs, args))
@@ -748,9 +717,7 @@ def train(args: Args) -> float:
 
 if __name__ == "__main__":
     # TensorBoard's thread on a full disk: the same error is raised here, too.
-    threading.excepthook = lambda hook: (
-        isinstance(hook.exc_value, OSError) or sys.excepthook(*hook[:3])
-    )
+    threading.excepthook = lambda x: isinstance(x.exc_value, OSError) or sys.excepthook(*x[:3])
     try:
         args = tyro.cli(Args)
         if run := args.resume or args.evaluate:  # whose own arguments take the defaults' place
