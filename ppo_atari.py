@@ -332,13 +332,20 @@ def gradient_step(
 
 
 @torch.no_grad()
-def make_batch(agent: Agent, rollout: Rollout, args: Args) -> Batch:
-    """Value a rollout with the agent as it is, and flatten it to num_steps x num_envs samples."""
+def make_batch(agent: Agent, rollout: Rollout, args: Args, logprobs: Tensor | None = None) -> Batch:
+    """Value a rollout with the agent as it is, and flatten it to num_steps x num_envs samples.
+
+    `logprobs` are those of the policy that acted, (samples,): the agent's, unless given.
+    """
     obs, actions, rewards, terminations, dones, final_obs = rollout
     samples = obs[:-1].flatten(0, 1), actions.flatten(0, 1)
     # In slices, so that the memory for activations doesn't grow with the rollout.
-    slices = map(agent.evaluate_actions, *(x.split(1024) for x in samples))
-    logprobs, _, values = (torch.cat(x) for x in zip(*slices, strict=True))
+    slices = [x.split(1024) for x in samples]
+    if logprobs is None:
+        parts = map(agent.evaluate_actions, *slices)
+        logprobs, _, values = (torch.cat(x) for x in zip(*parts, strict=True))
+    else:
+        values = torch.cat([agent.value(x) for x in slices[0]])
     values = torch.cat([values, agent.value(obs[-1])]).view(obs.shape[:2]).cpu().numpy()
     values, next_values = values[:-1], values[1:].copy()
     if final_obs:
@@ -652,7 +659,7 @@ def train(args: Args) -> float:
             metrics = []
             for epoch in range(args.update_epochs):
                 if args.recompute_advantages and epoch > 0:
-                    batch = make_batch(agent, rollout, args)._replace(logprobs=batch.logprobs)
+                    batch = make_batch(agent, rollout, args, batch.logprobs)
                 order = torch.randperm(len(batch.obs), device=device)  # detail 6
                 for indices in order.chunk(args.num_minibatches):
                     # A copy: the next replay of a CUDA graph overwrites what this one returns.

@@ -156,8 +156,8 @@ def gradient_step(agent, *rest):
 
 make_batch, batches = script.make_batch, []
 
-def compare(agent, rollout, args):
-    batches.append(make_batch(agent, rollout, args))
+def compare(*arguments):
+    batches.append(make_batch(*arguments))
     both = [torch.empty_like(batches[-1].advantages) for _ in range(2)]
     dist.all_gather(both, batches[-1].advantages)
     assert not torch.equal(*both)
