@@ -130,7 +130,7 @@ class AppendActionMask(gym.Wrapper):
 
 
 def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.VectorEnv:
-    """Make the environments: vectors to observe, MultiDiscrete actions, raw rewards.
+    """Make the environments (detail 1): vectors to observe, MultiDiscrete actions, raw rewards.
 
     One that finishes is reset in the same step; `info["final_obs"]` has its last observation.
     With a `video_folder`, `eval_episodes` episodes are recorded there. Raises `UsageError` where
@@ -215,7 +215,7 @@ class Agent(nn.Module):
         self.mask_actions = args.mask_actions
 
     def logits(self, obs: Tensor) -> Tensor:
-        """Unnormalized log-probabilities, (B, k, max(nvec))."""
+        """Unnormalized log-probabilities, (B, k, max(nvec)); of k choices at once (detail 37)."""
         logits = self.actor(obs.float()).view(-1, *self.padding.shape) + self.padding
         if self.mask_actions:  # the end of an observation; see AppendActionMask
             logits += 1e8 * (obs[:, None, -logits.shape[-1] :].float() - 1)

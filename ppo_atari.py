@@ -191,7 +191,7 @@ def gather(x: Tensor) -> Tensor:
 
 
 class Agent(nn.Module):
-    """Actor and critic on the network of Mnih et al. 2015 (detail 21); B is the batch's size."""
+    """Actor and critic on Mnih et al.'s network (2015; details 13, 21); B is the batch's size."""
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args) -> None:
         super().__init__()

@@ -113,7 +113,7 @@ def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
 
 
 def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.VectorEnv:
-    """Make the environments: vectors to observe, actions around -1 .. 1, raw rewards.
+    """Make the environments (detail 1): vectors to observe, actions around -1 .. 1, raw rewards.
 
     One that finishes is reset in the same step; `info["final_obs"]` has its last observation.
     With a `video_folder`, `eval_episodes` episodes are recorded there. Raises `UsageError` where
@@ -214,7 +214,7 @@ def log_slope_of_tanh(u: Tensor) -> Tensor:
 
 
 class Agent(nn.Module):
-    """Separate actor and critic (detail 26); in its shapes, B is the batch and k the actions."""
+    """Separate actor and critic (details 13, 26); in its shapes, B is the batch, k the actions."""
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args) -> None:
         super().__init__()
