@@ -70,7 +70,7 @@ def results(runs: list[tuple[str, str, int, str]], others: bool = True) -> None:
         cells = [env_id, f"`{label(script, flags)}`", f"{int(rows[0]['steps']):,}", str(len(rows))]
         cells += [mean_and_spread(scores), f"{min(scores):.1f} .. {max(scores):.1f}"]
         cells += [mean_and_spread(greedy), f"{median(rows, 'wall_clock_s') / 60:.1f}"]
-        cells += [", ".join(sorted({row["commit"].rstrip("+")[:7] for row in rows}))]
+        cells += [", ".join(sorted({row["commit"][:7] + row["commit"][10:] for row in rows}))]
         cells += published(env_id) if others else []
         print(f"| {' | '.join(cells)} |")
 
