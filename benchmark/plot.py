@@ -66,11 +66,11 @@ def draw_curves() -> None:
                 continue
             steps, returns = everything[key]
             scores = {name: returns[:, None, :]}  # runs, tasks, frames
+            np.random.seed(0)  # rliable draws from NumPy's global generator
             mean, interval = library.get_interval_estimates(
                 scores,
                 lambda x: x.mean((0, 1)),
                 reps=RESAMPLES,
-                random_state=np.random.RandomState(0),
             )
             axis.plot(steps / 1e6, mean[name], color=color, label=f"{name}, {len(returns)} seeds")
             axis.fill_between(steps / 1e6, *interval[name], color=color, alpha=0.25, linewidth=0)
@@ -107,11 +107,11 @@ def draw_intervals() -> None:
     scores = {name: np.array([column[:seeds] for column in columns]).T}  # runs, tasks
     kinds = ["Median", "IQM", "Mean"]
     functions = [metrics.aggregate_median, metrics.aggregate_iqm, metrics.aggregate_mean]
+    np.random.seed(0)  # rliable draws from NumPy's global generator
     points, intervals = library.get_interval_estimates(
         scores,
         lambda x: np.array([function(x) for function in functions]),
         reps=RESAMPLES,
-        random_state=np.random.RandomState(0),
     )
     for kind, point, low, high in zip(kinds, points[name], *intervals[name], strict=True):
         print(f"{kind}: {point:.2f} [{low:.2f}, {high:.2f}]")
