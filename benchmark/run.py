@@ -50,6 +50,7 @@ VARIANTS = [
     ("ppo_continuous.py", "InvertedPendulum-v5", 3, f"{NO_FLOOR} --ent-coef 0.002"),
     ("ppo_continuous.py", "InvertedDoublePendulum-v5", 3, f"{NO_FLOOR} --ent-coef 0.002"),
     ("ppo_continuous.py", "Ant-v5", 3, f"--compile {ANT_V3}"),
+    ("ppo_continuous.py", "Swimmer-v5", 3, "--compile --gamma 0.9999"),
     ("ppo.py", "CartPole-v1", 5, "--compile"),
     (f"{TWO} ppo.py", "CartPole-v1", 5, ""),
     ("ppo_continuous.py", "HalfCheetah-v5", 5, ""),
