@@ -99,12 +99,15 @@ def main() -> None:
     results(MAIN)
     results(VARIANTS)
     results(EXPERIMENTS, others=False)
-    print("\n| environment | who | steps/s | ratio | first iteration, s | peak, MiB |")
-    print("|---|---|---|---|---|---|")
+    print("\n| environment | who | steps/s | ratio | first iteration, s | peak, MiB | runs |")
+    print("|---|---|---|---|---|---|---|")
     groups = defaultdict(list)
     for row in read("speed.csv"):
         groups[row["env_id"], row["who"]].append(row)
-    for (env_id, who), rows in groups.items():
+    env_ids = list(dict.fromkeys(env_id for env_id, _ in groups))
+    by_case = sorted(groups, key=lambda x: ("empty cache" in x[1], env_ids.index(x[0])))
+    for env_id, who in by_case:
+        rows = groups[env_id, who]
         peer = median(groups[env_id, "Stable-Baselines3"], "steps_per_s")
         speed = median(rows, "steps_per_s")
         others = ["-", "-"]
@@ -113,7 +116,7 @@ def main() -> None:
         # Not for those of another time, nor for other hyper-parameters.
         other = "empty cache" in who or who in ("ppo_continuous.py", "ppo_continuous.py --compile")
         ratio = "-" if other else f"{speed / peer:.2f}"
-        figures = [f"{speed:,.0f}", ratio, *others]
+        figures = [f"{speed:,.0f}", ratio, *others, str(len(rows))]
         print(f"| {env_id} | `{who}` | {' | '.join(figures)} |")
     print("\nMean return over a run (paired, standard error):")
     paired("CartPole-v1", ("ppo.py", "--compile"), ("ppo.py", ""))
@@ -121,8 +124,10 @@ def main() -> None:
     eager = "ppo_continuous.py", ""
     paired("HalfCheetah-v5", ("ppo_continuous.py", "--compile"), eager)
     paired("HalfCheetah-v5", (f"{TWO} ppo_continuous.py", ""), eager)
-    for name in ("phases.csv", "scaling.csv"):
-        rows = read(name)
+    phases = read("phases.csv")
+    for row in phases:
+        row["of the ceiling"] = f"{float(row['alone']) / float(row['total']):.0%}"
+    for rows in (phases, read("scaling.csv")):
         columns = [x for x in (rows[0] if rows else {}) if x not in provenance()]
         print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
         for row in rows:
