@@ -146,7 +146,7 @@ class LostLifeTerminates(gym.vector.VectorWrapper):
 
 
 def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.VectorEnv:
-    """Make the games, in ALE's own vector environment: (4, 84, 84) bytes to observe, raw rewards.
+    """Make the games (detail 1), in ALE's vector environment: (4, 84, 84) bytes, raw rewards.
 
     A game that is over is reset in the same step; `info["final_obs"]` has its last observation.
     With a `video_folder`, `eval_episodes` games are recorded there, whole. Raises `UsageError`
@@ -157,8 +157,8 @@ def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.Vector
         raise UsageError(f"{args.env_id} is none of the {games}: use ppo.py or ppo_continuous.py")
     if not 0 <= args.repeat_action_probability <= 1:
         raise UsageError("repeat_action_probability must be from 0 to 1")
-    # ALE skips 4 frames and takes the maximum of the last two (detail 15), presses no-op and
-    # fire after a reset (14 and 17), and scales, greys and stacks the screens (18 and 20).
+    # ALE skips 4 frames and takes the maximum of the last two (detail 15), presses no-op and fire
+    # after a reset (details 14, 17), and scales, greys and stacks the screens (details 18, 20).
     mode = {"vectorization_mode": "vector_entry_point", "frameskip": 4, "reward_clipping": False}
     mode |= {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     envs = make_vec(args, **mode, repeat_action_probability=args.repeat_action_probability)

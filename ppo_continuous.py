@@ -2,7 +2,7 @@
 
 Actions: Box, with finite bounds. Observations: whatever flattens to a vector.
 
-    python ppo_continuous.py --env-id HalfCheetah-v5    # minutes, to a return above 5000
+    python ppo_continuous.py --env-id HalfCheetah-v5    # minutes, to a return of about 6000
     python ppo_continuous.py --env-id Hopper-v5 --seed 2
     python ppo_continuous.py --env-id Pendulum-v1 --env-kwargs g 9.81
     python ppo_continuous.py --resume runs/NAME    # go on with a run that was stopped or killed
@@ -270,7 +270,7 @@ class Agent(nn.Module):
 
     def scale_rewards(self, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
         """The rewards to learn from, (num_steps, num_envs): here, in units of the standard
-        deviation of the discounted return so far, which restarts with each episode (30 and 31).
+        deviation of the discounted return so far, restarted by each episode (details 30 and 31).
         """
         returns = np.zeros_like(rewards)
         for t in range(len(rewards)):
