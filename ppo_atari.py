@@ -507,8 +507,9 @@ def train(args: Args) -> float:
         on_exit.callback(lambda: envs.close())
         torch.manual_seed(args.seed)  # all processes of a job begin with the same weights
         agent = Agent(envs, args).to(device)
-        adam = {"fused": not args.compile, "capturable": args.compile and device.type == "cuda"}
-        optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, **adam)  # detail 3
+        adam = {"lr": args.learning_rate, "eps": 1e-5, "fused": not args.compile}  # detail 3
+        adam["capturable"] = args.compile and device.type == "cuda"
+        optimizer = torch.optim.Adam(agent.parameters(), **adam)
         if saved:
             try:
                 agent.load_state_dict(saved["agent"])
@@ -519,7 +520,7 @@ def train(args: Args) -> float:
             return evaluate(agent, eval_envs, args)["eval/return"]
 
         # As a tensor, so that compiled code doesn't depend on its value.
-        learning_rate = torch.tensor(args.learning_rate, device=device)
+        learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=device)
         optimizer.param_groups[0]["lr"] = learning_rate
         learn = gradient_step
         if args.compile:

@@ -64,6 +64,13 @@ def trained(name: str, **kwargs: Any) -> Path:
     return folder
 
 
+def go_on(script: Any, **flags: Any) -> None:
+    """Resume a run of this process in another second: TensorBoard sorts files by their names,
+    which have the second and, unsorted from 10 on, how many the process wrote."""
+    time.sleep(1.1)
+    script.train(script.Args(**flags))
+
+
 @contextlib.contextmanager
 def failing(script: Any, name: str, call: int, error: BaseException) -> Any:
     """Let the `call`-th call of a script's function fail."""
@@ -109,11 +116,23 @@ def test_resumed_is_uninterrupted(name: str, iteration: int, flags: dict, folder
         return
     run, saved = script.load_checkpoint(str(only_run()))
     assert saved["iteration"] == iteration - iteration % 2
-    script.train(script.Args(**saved["args"] | {"resume": str(run)}))
+    go_on(script, **saved["args"] | {"resume": str(run)})
     got = resume.content(only_run())
     assert resume.differences(expected, got) == []
     assert len(expected[1]["losses/value_loss"]) == expected[0]["iteration"]
     assert got[0]["finished"]
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+def test_crashed_in_the_evaluation(name: str, folder: Path) -> None:
+    """A run that crashes when all is trained, and is resumed, ends as the whole one does."""
+    script, flags = MODULES[name], SHORT[name] | {"eval_episodes": 1}
+    expected = resume.content(trained(name, **flags))
+    (folder / "runs").rename(folder / "whole")
+    with failing(script, "evaluate", 1, ZeroDivisionError()), pytest.raises(ZeroDivisionError):
+        script.train(script.Args(**flags))
+    go_on(script, **flags, resume=str(only_run()))
+    assert resume.differences(expected, resume.content(only_run())) == []
 
 
 def test_differences_are_found() -> None:
