@@ -57,6 +57,7 @@ VARIANTS = [
     (f"{TWO} ppo_continuous.py", "HalfCheetah-v5", 5, ""),
 ]
 LANDER = "--num-envs 16 --num-steps 128 --total-timesteps"
+TO_200 = "--compile --num-envs 16 --num-steps 128 --gamma 0.999 --total-timesteps 1000000"
 EXPERIMENTS = [
     ("ppo_atari.py", "ALE/Pong-v5", 0, "--num-threads 1"),  # stopped by hand
     ("ppo_atari.py", "ALE/Breakout-v5", 1, "--bf16 --num-threads 1 --total-timesteps 500000"),
@@ -67,6 +68,7 @@ EXPERIMENTS = [
     ("ppo.py", "third_party:MiniGrid-Picture-v0", 3, "--total-timesteps 50000"),
     ("ppo_continuous.py", "LunarLanderContinuous-v3", 3, f"{LANDER} 100000"),
     ("ppo_continuous.py", "LunarLanderContinuous-v3", 3, f"{LANDER} 500000"),
+    ("ppo_continuous.py", "LunarLanderContinuous-v3", 3, TO_200),
 ]
 RUNS = MAIN + VARIANTS + EXPERIMENTS
 LOCK = Lock()
