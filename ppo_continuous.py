@@ -563,7 +563,7 @@ def train(args: Args) -> float:
         if args.evaluate:
             return evaluate(agent, eval_envs, args)["eval/return"]
 
-        # As a tensor, so that compiled code doesn't depend on its value.
+        # The last one, if resumed; a tensor, so that compiled code doesn't depend on its value.
         learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=device)
         optimizer.param_groups[0]["lr"] = learning_rate
         learn = gradient_step
