@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections import deque, namedtuple
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -219,13 +220,22 @@ class Agent(nn.Module):
             return self.network(obs).float()
 
     def sample_noise(self, *shape: int) -> Tensor:
-        """Gumbel noise for `act`, (*shape, number of actions)."""
+        """Gumbel noise for `make_act`, (*shape, number of actions)."""
         noise = torch.empty(*shape, self.actor.out_features, device=self.actor.weight.device)
         return -noise.exponential_().log()
 
-    def act(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-        """Actions, (B,): the most probable or, with noise, a sample (the Gumbel-max trick)."""
-        return (self.actor(self.features(obs)) + noise).argmax(-1)
+    def make_act(self) -> Callable[..., np.ndarray]:
+        """A function of observations and noise: actions, (B,), the most probable or, with noise,
+        a sample (the Gumbel-max trick).
+        """
+        device = self.critic.weight.device
+
+        @torch.inference_mode()
+        def act(obs: np.ndarray, noise: Tensor | float = 0.0) -> np.ndarray:
+            features = self.features(torch.as_tensor(obs).to(device, non_blocking=True))
+            return (self.actor(features) + noise).argmax(-1).cpu().numpy()
+
+        return act
 
     def value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
@@ -432,18 +442,16 @@ def load_checkpoint(run: str) -> tuple[Path, dict[str, Any]]:
     return path, checkpoint
 
 
-@torch.inference_mode()
 def evaluate(agent: Agent, envs: gym.vector.VectorEnv, args: Args) -> dict[str, float]:
     """Play `eval_episodes` whole episodes greedily; print and return what their raw returns are.
 
     `envs` is a single environment: if several raced for the episodes, short ones would win.
     Raises `UsageError` where an episode goes on for 100,000 steps.
     """
-    device, returns, steps = next(agent.parameters()).device, [], 0
+    act, returns, steps = agent.make_act(), [], 0
     obs, _ = envs.reset(seed=args.seed % 2**30)
     while len(returns) < args.eval_episodes:
-        actions = agent.act(torch.as_tensor(obs).to(device))
-        obs, _, _, _, info = envs.step(actions.cpu().numpy())
+        obs, _, _, _, info = envs.step(act(obs))
         steps += 1
         if steps == 100_000:
             limit = "--env-kwargs max_episode_steps 1000 sets a limit, --eval-episodes 0 skips it"
@@ -572,7 +580,7 @@ def train(args: Args) -> float:
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
         memory = torch.zeros(shape[0] + 1, shape[1], *space.shape, dtype=dtype)
         memory = memory.pin_memory() if device.type == "cuda" else memory  # sent without waiting
-        obs, obs_rows = memory.numpy(), memory.unbind()  # views of it
+        obs = memory.numpy()  # a view of it
         actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
         rewards = np.zeros(shape, np.float32)
         terminations, dones = np.zeros(shape, bool), np.zeros(shape, bool)
@@ -627,21 +635,20 @@ def train(args: Args) -> float:
             # The policy stays the same throughout: draw all noise before, only act within, and
             # compute values and log-probabilities after, in one batch.
             obs[0] = obs[-1]
-            noise, final_obs, episodes = agent.sample_noise(*shape).unbind(), {}, []
-            with torch.inference_mode():
-                for t in range(args.num_steps):
-                    row = obs_rows[t].to(device, non_blocking=True)
-                    actions[t] = agent.act(row, noise[t]).cpu().numpy()
-                    obs[t + 1], rewards[t], terminated, truncated, info = envs.step(actions[t])
-                    terminations[t], dones[t] = terminated, terminated | truncated
-                    global_step += args.num_envs
-                    if not dones[t].any():
-                        continue
-                    for i in np.flatnonzero(truncated & ~terminated):
-                        final_obs[t, i] = np.array(info["final_obs"][i])
-                    for i in np.flatnonzero(info.get("_episode", ())):
-                        episode = info["episode"]
-                        episodes.append((global_step, float(episode["r"][i]), int(episode["l"][i])))
+            act, noise = agent.make_act(), agent.sample_noise(*shape)
+            final_obs, episodes = {}, []
+            for t in range(args.num_steps):
+                actions[t] = act(obs[t], noise[t])
+                obs[t + 1], rewards[t], terminated, truncated, info = envs.step(actions[t])
+                terminations[t], dones[t] = terminated, terminated | truncated
+                global_step += args.num_envs
+                if not dones[t].any():
+                    continue
+                for i in np.flatnonzero(truncated & ~terminated):
+                    final_obs[t, i] = np.array(info["final_obs"][i])
+                for i in np.flatnonzero(info.get("_episode", ())):
+                    episode = info["episode"]
+                    episodes.append((global_step, float(episode["r"][i]), int(episode["l"][i])))
 
             # --------------------------------- advantages, update ---------------------------------
             is_due = (iteration + 1) % interval == 0

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections import deque, namedtuple
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -188,6 +189,19 @@ class MLP(nn.Sequential):
             x = layer.forward(x)
         return x
 
+    def numpy(self) -> Callable[[np.ndarray], np.ndarray]:
+        """The same function of arrays, until the weights change; much faster for a few rows."""
+        w1, b1, w2, b2, w3, b3 = (x.detach().cpu().numpy().T for x in self.parameters())
+
+        def forward(x: np.ndarray) -> np.ndarray:
+            return np.tanh(np.tanh(x @ w1 + b1) @ w2 + b2) @ w3 + b3
+
+        x = torch.ones(1, len(w1))
+        expected = self(x.to(self[0].weight.device)).detach().cpu()
+        same = np.allclose(forward(x.numpy()), expected, 1e-3, 1e-4, equal_nan=True)
+        assert same, "the layers were changed: change numpy, too"
+        return forward
+
 
 class RunningStatistics(nn.Module):
     """Mean and variance, per element, of all the batches that it was updated with."""
@@ -241,15 +255,28 @@ class Agent(nn.Module):
             log_std = (log_std + deviation).clamp(self.log_std_min)
         return mean, log_std
 
-    def sample_noise(self, *shape: int) -> Tensor:
-        """Gaussian noise for `act`, (*shape, k): scaled once here, unless the state decides."""
-        noise = torch.randn(*shape, *self.log_std.shape, device=self.log_std.device)
-        return noise if self.state_std else noise * self.log_std.detach().exp()
+    def sample_noise(self, *shape: int) -> np.ndarray:
+        """Gaussian noise for `make_act`, (*shape, k): scaled here, unless the state decides."""
+        noise, std = torch.randn(*shape, *self.log_std.shape), self.log_std.detach().cpu().exp()
+        return (noise if self.state_std else noise * std).numpy()
 
-    def act(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-        """Actions, (B, k), before any tanh: the mode or, with noise, a sample (detail 23)."""
-        mean, log_std = self.policy(self.normalize(obs))
-        return mean + (log_std.exp() * noise if self.state_std else noise)
+    def make_act(self) -> Callable[..., np.ndarray]:
+        """A function of observations and noise, valid until the weights change: actions, (B, k),
+        before any tanh, the mode or, with noise, a sample (detail 23).
+        """
+        actor, log_std = self.actor.numpy(), self.log_std.detach().cpu().numpy()
+        center = self.obs_statistics.mean.cpu().numpy()
+        scale = (self.obs_statistics.var + 1e-8).sqrt().cpu().numpy()
+
+        def act(obs: np.ndarray, noise: np.ndarray | float = 0.0) -> np.ndarray:
+            obs = (np.asarray(obs, np.float32) - center) / scale
+            mean = actor(np.minimum(np.maximum(obs, -10), 10))
+            if self.state_std:
+                mean, deviation = np.split(mean, 2, -1)
+                noise = noise * np.exp(np.maximum(log_std + deviation, self.log_std_min))
+            return mean + noise
+
+        return act
 
     def value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
@@ -476,18 +503,16 @@ def load_checkpoint(run: str) -> tuple[Path, dict[str, Any]]:
     return path, checkpoint
 
 
-@torch.inference_mode()
 def evaluate(agent: Agent, envs: gym.vector.VectorEnv, args: Args) -> dict[str, float]:
     """Play `eval_episodes` whole episodes greedily; print and return what their raw returns are.
 
     `envs` is a single environment: if several raced for the episodes, short ones would win.
     Raises `UsageError` where an episode goes on for 100,000 steps.
     """
-    device, returns, steps = next(agent.parameters()).device, [], 0
+    act, returns, steps = agent.make_act(), [], 0
     obs, _ = envs.reset(seed=args.seed % 2**30)
     while len(returns) < args.eval_episodes:
-        actions = agent.act(torch.as_tensor(obs).to(device))
-        obs, _, _, _, info = envs.step(actions.cpu().numpy())
+        obs, _, _, _, info = envs.step(act(obs))
         steps += 1
         if steps == 100_000:
             limit = "--env-kwargs max_episode_steps 1000 sets a limit, --eval-episodes 0 skips it"
@@ -616,7 +641,7 @@ def train(args: Args) -> float:
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
         memory = torch.zeros(shape[0] + 1, shape[1], *space.shape, dtype=dtype)
         memory = memory.pin_memory() if device.type == "cuda" else memory  # sent without waiting
-        obs, obs_rows = memory.numpy(), memory.unbind()  # views of it
+        obs = memory.numpy()  # a view of it
         actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
         rewards = np.zeros(shape, np.float32)
         terminations, dones = np.zeros(shape, bool), np.zeros(shape, bool)
@@ -671,21 +696,20 @@ def train(args: Args) -> float:
             # The policy stays the same throughout: draw all noise before, only act within, and
             # compute values and log-probabilities after, in one batch.
             obs[0] = obs[-1]
-            noise, final_obs, episodes = agent.sample_noise(*shape).unbind(), {}, []
-            with torch.inference_mode():
-                for t in range(args.num_steps):
-                    row = obs_rows[t].to(device, non_blocking=True)
-                    actions[t] = agent.act(row, noise[t]).cpu().numpy()
-                    obs[t + 1], rewards[t], terminated, truncated, info = envs.step(actions[t])
-                    terminations[t], dones[t] = terminated, terminated | truncated
-                    global_step += args.num_envs
-                    if not dones[t].any():
-                        continue
-                    for i in np.flatnonzero(truncated & ~terminated):
-                        final_obs[t, i] = np.array(info["final_obs"][i])
-                    for i in np.flatnonzero(info.get("_episode", ())):
-                        episode = info["episode"]
-                        episodes.append((global_step, float(episode["r"][i]), int(episode["l"][i])))
+            act, noise = agent.make_act(), agent.sample_noise(*shape)
+            final_obs, episodes = {}, []
+            for t in range(args.num_steps):
+                actions[t] = act(obs[t], noise[t])
+                obs[t + 1], rewards[t], terminated, truncated, info = envs.step(actions[t])
+                terminations[t], dones[t] = terminated, terminated | truncated
+                global_step += args.num_envs
+                if not dones[t].any():
+                    continue
+                for i in np.flatnonzero(truncated & ~terminated):
+                    final_obs[t, i] = np.array(info["final_obs"][i])
+                for i in np.flatnonzero(info.get("_episode", ())):
+                    episode = info["episode"]
+                    episodes.append((global_step, float(episode["r"][i]), int(episode["l"][i])))
 
             # --------------------------------- advantages, update ---------------------------------
             is_due = (iteration + 1) % interval == 0

@@ -31,7 +31,8 @@ def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any,
     obs = torch.as_tensor(samples).to(device)
     envs.close()
     with torch.no_grad():
-        actions = agent.act(obs, agent.sample_noise(64))
+        actions = agent.make_act()(samples, agent.sample_noise(64))
+        actions = torch.as_tensor(actions).to(device)
         logprobs, _, values = agent.evaluate_actions(obs, actions)
     logprobs += 0.3 * torch.randn(64, device=device)  # so that some ratios are clipped
     targets = torch.randn(2, 64, device=device)

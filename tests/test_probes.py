@@ -35,8 +35,7 @@ def values(agent: Any, *observations: float) -> list[float]:
 
 def actions(agent: Any, *observations: float) -> np.ndarray:
     """What the agent would do, without noise."""
-    with torch.no_grad():
-        return agent.act(torch.tensor(observations)[:, None]).numpy()
+    return agent.make_act()(np.array(observations)[:, None])
 
 
 def test_constant_reward(train_agent: Callable) -> None:
