@@ -387,7 +387,7 @@ def gradient_step(
     agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, indices: Tensor, args: Args
 ) -> Tensor:
     """Learn from the minibatch of these indices; return the means that `METRICS` names."""
-    loss, metrics = ppo_loss(agent, Batch(*(x[indices] for x in batch)), args)
+    loss, metrics = ppo_loss(agent, Batch(*(x.index_select(0, indices) for x in batch)), args)
     parameters = optimizer.param_groups[0]["params"]
     gradients = torch.autograd.grad(loss, parameters)
     if dist.is_initialized():  # the mean over all processes, in one message
@@ -411,7 +411,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args, logprobs: Tensor | No
     obs, actions, rewards, terminations, dones, final_obs = rollout
     samples = obs[:-1].flatten(0, 1), actions.flatten(0, 1)
     # In slices, so that the memory for activations doesn't grow with the rollout.
-    slices = [x.split(1024) for x in samples]
+    slices = [x.split(256) for x in samples]
     if logprobs is None:
         parts = map(agent.evaluate_actions, *slices)
         logprobs, _, values = (torch.cat(x) for x in zip(*parts, strict=True))
@@ -565,6 +565,7 @@ def train(args: Args) -> float:
             for either in (signal.SIGINT, signal.SIGTERM):
                 catching.callback(signal.signal, either, signal.signal(either, catch))
 
+        eval_envs = None
         if args.eval_episodes:
             video_folder = path.parent if args.capture_video else None
             seed_all(args.seed)
@@ -671,9 +672,10 @@ def train(args: Args) -> float:
         def save_if_worker_died(kind: type, error: BaseException, trace: Any) -> None:
             interrupted = caught and kind is KeyboardInterrupt  # a worker was, too
             if isinstance(error, EOFError | ConnectionError) or interrupted:
-                for process in getattr(envs.unwrapped, "processes", ()):
-                    process.kill()
-                envs.unwrapped.closed = True  # its other processes couldn't be closed
+                for vector_env in filter(None, (envs, eval_envs)):
+                    for process in getattr(vector_env.unwrapped, "processes", ()):
+                        process.kill()
+                    vector_env.unwrapped.closed = True  # its processes couldn't be closed
                 save()
                 died = f"an environment's process or connection died ({error!r})"
                 raise UsageError(f"{died}: go on with --resume {path.parent}") from error

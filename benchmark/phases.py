@@ -55,7 +55,8 @@ def measure(name: str, flags: list[str]) -> dict[str, float]:
 
     original_make_envs, script.make_envs = script.make_envs, make_envs
     original_check_finite, script.check_finite = script.check_finite, check_finite
-    script.Agent.act = timed("act", script.Agent.act)
+    original_make_act = script.Agent.make_act
+    script.Agent.make_act = lambda agent: timed("act", original_make_act(agent))
     script.make_batch = timed("advantages", script.make_batch)
     original_compile = torch.compile
     if args.compile:

@@ -163,6 +163,17 @@ def test_masked_actions() -> None:
     assert agent.evaluate_actions(obs[some], invalid)[0].max() < -1e7
 
 
+@pytest.mark.parametrize("script", [ppo, ppo_continuous])
+def test_changed_layers(script: Any) -> None:
+    """Who changes only PyTorch's layers is told at once, before another policy acts."""
+    network = script.MLP(5, 3, std=1.0)
+    obs = torch.randn(7, 5)
+    assert_same(network.numpy()(obs.numpy()), network(obs))
+    network[3] = torch.nn.ReLU()
+    with pytest.raises(AssertionError, match="change numpy"):
+        network.numpy()
+
+
 def test_running_statistics() -> None:
     """Batches of any size give the mean and variance of all that was seen, far from 0 too."""
     rng = np.random.default_rng(0)

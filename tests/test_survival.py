@@ -201,15 +201,20 @@ def test_ctrl_c_with_workers(folder: Path) -> None:
     assert (only_run() / "checkpoint.pt").exists()
 
 
-def test_a_dead_worker() -> None:
-    """An environment's process that dies ends the run with a sentence and a checkpoint."""
+@pytest.mark.parametrize(("steps", "total"), [(400, 20_000), (140, 384)])
+def test_a_dead_worker(steps: int, total: int) -> None:
+    """An environment's process that dies ends the run with a sentence and a checkpoint: one of the
+    training after 400 steps, or that of the evaluation after 140.
+    """
     flags = ["--env-id", "probe_envs:Dies-v0", "--vectorization", "async", "--num-envs", 3]
-    flags += ["--num-minibatches", 3, "--total-timesteps", 20_000, "--env-kwargs", "steps", 400]
+    flags += ["--num-minibatches", 3, "--total-timesteps", total, "--env-kwargs", "steps", steps]
+    flags += ["--eval-episodes", 200]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     sentence = refusal("ppo", *flags, env=environment)
     assert f"--resume {only_run()}" in sentence
     _, saved = MODULES["ppo"].load_checkpoint(str(only_run()))
-    assert saved["iteration"] == 400 // 128
+    assert saved["iteration"] == steps // 128
+    assert not saved["finished"]
     assert saved["step"] == saved["iteration"] * 128 * 3
 
 
