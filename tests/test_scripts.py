@@ -64,7 +64,7 @@ def test_same_methods() -> None:
     for name in SCRIPTS:
         (agent,) = ast.parse(definitions(name)["Agent"]).body
         methods = {x.name for x in agent.body if isinstance(x, ast.FunctionDef)}
-        assert methods >= {"sample_noise", "act", "value", "evaluate_actions"}
+        assert methods >= {"sample_noise", "make_act", "value", "evaluate_actions"}
         assert methods >= {"scale_rewards", "finish_iteration"}
 
 
