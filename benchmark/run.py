@@ -42,6 +42,7 @@ MAIN = [  # script, environment, seeds, further flags
     *(("ppo_continuous.py", task, 5, "--compile") for task in MUJOCO),
 ]
 TWO = "torchrun --nproc-per-node=2"
+SHORT = "--total-timesteps 300000"
 VARIANTS = [
     ("ppo_continuous.py", "HalfCheetah-v5", 5, CANONICAL),
     ("ppo_continuous.py", "Hopper-v5", 3, CANONICAL),
@@ -54,7 +55,8 @@ VARIANTS = [
     ("ppo.py", "CartPole-v1", 5, "--compile"),
     (f"{TWO} ppo.py", "CartPole-v1", 5, ""),
     ("ppo_continuous.py", "HalfCheetah-v5", 5, ""),
-    (f"{TWO} ppo_continuous.py", "HalfCheetah-v5", 5, ""),
+    ("ppo_continuous.py", "HalfCheetah-v5", 5, SHORT),
+    (f"{TWO} ppo_continuous.py", "HalfCheetah-v5", 5, SHORT),
 ]
 LANDER = "--num-envs 16 --num-steps 128 --total-timesteps"
 TO_200 = "--compile --num-envs 16 --num-steps 128 --gamma 0.999 --total-timesteps 1000000"
