@@ -2,7 +2,7 @@
 
 Actions: Box, with finite bounds. Observations: whatever flattens to a vector.
 
-    python ppo_continuous.py --env-id HalfCheetah-v5    # minutes, to a return of about 6000
+    python ppo_continuous.py --env-id HalfCheetah-v5    # minutes, to a return of 5000 to 6000
     python ppo_continuous.py --env-id Hopper-v5 --seed 2
     python ppo_continuous.py --env-id Pendulum-v1 --env-kwargs g 9.81
     python ppo_continuous.py --resume runs/NAME    # go on with a run that was stopped or killed

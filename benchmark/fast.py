@@ -33,7 +33,7 @@ RECIPES = {  # environment: script, flags, thresholds
     ),
     "HalfCheetah-v5": (
         "ppo_continuous.py",
-        "--compile --total-timesteps 400000 --eval-episodes 0",
+        "--compile --no-anneal-lr --learning-rate 1e-3 --total-timesteps 300000 --eval-episodes 0",
         [1500, 3000],
     ),
 }
