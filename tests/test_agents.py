@@ -198,6 +198,9 @@ def test_normalized_observations() -> None:
     torch.testing.assert_close(normalized.mean(0), torch.zeros(5), atol=1e-3, rtol=0)
     torch.testing.assert_close(normalized.std(0), torch.ones(5), atol=1e-2, rtol=0)
     assert agent.normalize(torch.full((1, 5), 1e6)).tolist() == [[10.0] * 5]
+    agent.actor[-1].weight.data.normal_()
+    means = agent.policy(agent.normalize(obs[0]))[0]
+    assert_same(agent.make_act()(obs[0].numpy()), means)  # which normalizes in NumPy
     copy = continuous_agent()
     copy.load_state_dict(agent.state_dict())
     torch.testing.assert_close(copy.value(obs[0]), agent.value(obs[0]))
