@@ -36,7 +36,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
-from gymnasium.spaces import Discrete
+from gymnasium.spaces import Box, Discrete
+from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, RecordVideo
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
@@ -130,24 +131,34 @@ class LastScreens(gym.vector.VectorWrapper):
         return [x[-1].repeat(4, 0).repeat(4, 1)[..., None].repeat(3, 2) for x in self.screens]
 
 
-class LostLifeTerminates(gym.vector.VectorWrapper):
-    """Report a lost life as a termination, and play on (detail 16)."""
+class ForLearning(gym.vector.VectorWrapper):
+    """Report a lost life as a termination, and play on (detail 16); put the screens last.
+
+    Observations are (84, 84, 4): convolutions are the fastest in this order.
+    """
+
+    def __init__(self, env: gym.vector.VectorEnv) -> None:
+        super().__init__(env)
+        self.single_observation_space = Box(0, 255, (84, 84, 4), np.uint8)
+        self.observation_space = batch_space(self.single_observation_space, env.num_envs)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         obs, info = self.env.reset(**kwargs)
         self.lives = info["lives"].copy()
-        return obs, info
+        return np.stack(obs.swapaxes(0, 1), -1), info
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
         """Step the games; after one is over, its `lives` are already those of the next."""
         obs, rewards, terminations, truncations, info = self.env.step(actions)
         lost = (info["lives"] < self.lives) & ~truncations
         terminations, self.lives = terminations | lost, info["lives"].copy()
-        return obs, rewards, terminations, truncations, info
+        if "final_obs" in info:
+            info["final_obs"] = info["final_obs"].transpose(0, 2, 3, 1)
+        return np.stack(obs.swapaxes(0, 1), -1), rewards, terminations, truncations, info
 
 
 def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.VectorEnv:
-    """Make the games (detail 1), in ALE's vector environment: (4, 84, 84) bytes, raw rewards.
+    """Make the games (detail 1), in ALE's vector environment: (84, 84, 4) bytes, raw rewards.
 
     A game that is over is reset in the same step; `info["final_obs"]` has its last observation.
     With a `video_folder`, `eval_episodes` games are recorded there, whole. Raises `UsageError`
@@ -172,7 +183,7 @@ def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.Vector
         video = str(video_folder / f"video-{datetime.now():%Y%m%d-%H%M%S-%f}")
         trigger = {"episode_trigger": lambda i: i < args.eval_episodes}
         envs = RecordVideo(LastScreens(envs), video, fps=15, **trigger)  # 4 frames a step, of 60
-    return LostLifeTerminates(RecordEpisodeStatistics(envs))
+    return ForLearning(RecordEpisodeStatistics(envs))
 
 
 def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear | nn.Conv2d:
@@ -215,7 +226,7 @@ class Agent(nn.Module):
     def features(self, obs: Tensor) -> Tensor:
         """What actor and critic share, (B, 512), of observations scaled to 0 .. 1 (detail 22)."""
         dtype = torch.bfloat16 if self.bf16 else torch.float32
-        obs = obs.to(dtype, copy=True, memory_format=torch.channels_last).div_(255)
+        obs = obs.permute(0, 3, 1, 2).to(dtype, copy=True).div_(255)  # a view, channels last
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             return self.network(obs).float()
 
