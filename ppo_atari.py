@@ -14,6 +14,7 @@ et al. 2022). `diff ppo.py ppo_atari.py` shows what pixels change.
 """
 
 import contextlib
+import copy
 import io
 import logging
 import math
@@ -221,13 +222,13 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(512, int(envs.single_action_space.n)), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
         self.to(memory_format=torch.channels_last)  # the faster one for convolutions
-        self.bf16 = args.bf16
+        self.dtype = torch.bfloat16 if args.bf16 else torch.float32
 
     def features(self, obs: Tensor) -> Tensor:
         """What actor and critic share, (B, 512), of observations scaled to 0 .. 1 (detail 22)."""
-        dtype = torch.bfloat16 if self.bf16 else torch.float32
-        obs = obs.permute(0, 3, 1, 2).to(dtype, copy=True).div_(255)  # a view, channels last
-        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+        obs = obs.permute(0, 3, 1, 2).to(self.dtype, copy=True).div_(255)
+        is_bf16 = self.dtype == torch.bfloat16
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=is_bf16):
             return self.network(obs).float()
 
     def sample_noise(self, *shape: int) -> Tensor:
@@ -239,12 +240,13 @@ class Agent(nn.Module):
         """A function of observations and noise: actions, (B,), the most probable or, with noise,
         a sample (the Gumbel-max trick).
         """
-        device = self.critic.weight.device
+        device, agent = self.critic.weight.device, copy.deepcopy(self)
+        agent.network.to(self.dtype)  # casts the weights once, not at each step
 
         @torch.inference_mode()
         def act(obs: np.ndarray, noise: Tensor | float = 0.0) -> np.ndarray:
-            features = self.features(torch.as_tensor(obs).to(device, non_blocking=True))
-            return (self.actor(features) + noise).argmax(-1).cpu().numpy()
+            features = agent.features(torch.as_tensor(obs).to(device, non_blocking=True))
+            return (agent.actor(features) + noise).argmax(-1).cpu().numpy()
 
         return act
 
@@ -533,6 +535,7 @@ def train(args: Args) -> float:
         if saved:
             try:
                 agent.load_state_dict(saved["agent"])
+                saved["optimizer"]["param_groups"][0]["capturable"] = adam["capturable"]
                 optimizer.load_state_dict(saved["optimizer"])
             except (RuntimeError, ValueError) as error:
                 raise UsageError(f"{path} is for another environment or network") from error

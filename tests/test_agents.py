@@ -60,19 +60,24 @@ def test_discrete_samples() -> None:
         assert error.abs().max() < 4 * 0.5 / len(samples) ** 0.5
 
 
-def test_atari() -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_atari(bf16: bool) -> None:
     """The same for the one choice of a game."""
-    agent = ppo_atari.Agent(
-        Spaces(Box(0, 255, (4, 84, 84), np.uint8), Discrete(6)), ppo_atari.Args()
-    )
-    obs = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
+    spaces = Spaces(Box(0, 255, (84, 84, 4), np.uint8), Discrete(6))
+    agent = ppo_atari.Agent(spaces, ppo_atari.Args(bf16=bf16))
+    obs = torch.randint(256, (3, 84, 84, 4), dtype=torch.uint8)
     actions = torch.tensor([5, 0, 2])
-    choice = Categorical(logits=agent.actor(agent.network(obs.float() / 255)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        features = agent.network(obs.permute(0, 3, 1, 2) / 255)
+    choice = Categorical(logits=agent.actor(features.float()))
     logprobs, entropy, value = agent.evaluate_actions(obs, actions)
     torch.testing.assert_close(logprobs, choice.log_prob(actions))
     torch.testing.assert_close(entropy, choice.entropy())
     torch.testing.assert_close(value, agent.value(obs))
     assert np.array_equal(agent.make_act()(obs.numpy()), choice.probs.argmax(-1))
+    noise = agent.sample_noise(3)
+    expected = (choice.logits + noise).argmax(-1)
+    assert np.array_equal(agent.make_act()(obs.numpy(), noise), expected)
 
 
 def continuous_agent(num_actions: int = 3, **flags: Any) -> ppo_continuous.Agent:

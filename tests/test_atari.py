@@ -77,16 +77,19 @@ def test_a_time_limit_truncates() -> None:
     """A game cut by the limit on its frames is truncated, and its last screen is kept."""
     limit = {"max_num_frames_per_episode": 400}
     envs = ppo_atari.make_envs(ppo_atari.Args(**GAME, env_kwargs=limit))
-    envs.reset(seed=0)
+    obs, _ = envs.reset(seed=0)
     for _ in range(100):
-        _, _, terminations, truncations, info = envs.step(np.zeros(2, np.int64))
+        last = obs
+        obs, _, terminations, truncations, info = envs.step(np.zeros(2, np.int64))
         if truncations.any():
             break
     envs.close()
     assert truncations.any()
     assert not (terminations & truncations).any()
     i = int(truncations.argmax())
-    assert info["final_obs"][i].shape == (4, 84, 84)
+    assert info["final_obs"][i].shape == (84, 84, 4)
+    # The next game's first screens are other ones, and the older ones are those of the last step.
+    assert np.array_equal(info["final_obs"][i][..., :3], last[i][..., 1:])
     assert info["episode"]["l"][i] <= 100
 
 
@@ -95,18 +98,34 @@ def test_a_time_limit_after_an_extra_life() -> None:
 
     class Games(gym.vector.VectorEnv):
         num_envs = 2
+        screens = np.zeros((2, 4, 84, 84), np.uint8)
 
         def reset(self, **kwargs: Any) -> Any:
-            return None, {"lives": np.array([6, 6])}
+            return self.screens, {"lives": np.array([6, 6])}
 
         def step(self, actions: Any) -> Any:
             cut = np.array([True, False])
-            return None, None, np.zeros(2, bool), cut, {"lives": np.array([5, 5])}
+            return self.screens, None, np.zeros(2, bool), cut, {"lives": np.array([5, 5])}
 
-    envs = ppo_atari.LostLifeTerminates(Games())
+    envs = ppo_atari.ForLearning(Games())
     envs.reset()
     _, _, terminations, _, _ = envs.step(None)
     assert terminations.tolist() == [False, True]
+
+
+def test_the_screens_come_last() -> None:
+    """Observations are ALE's, with the four screens along the last dimension, the newest last."""
+    envs = ppo_atari.make_envs(ppo_atari.Args(**GAME))
+    seen, (obs, _) = [], envs.reset(seed=0)
+    for _ in range(8):
+        seen.append(obs[..., -1])
+        obs = envs.step(np.array([1, 3]))[0]
+    assert obs.shape == envs.observation_space.shape == (2, 84, 84, 4)
+    assert obs.flags.c_contiguous
+    assert envs.single_observation_space.contains(obs[0])
+    assert any((screen != seen[0]).any() for screen in seen)
+    np.testing.assert_array_equal(obs[..., :3], np.stack(seen[-3:], -1))
+    envs.close()
 
 
 def test_sticky_actions_are_off_by_default() -> None:
