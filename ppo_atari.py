@@ -208,17 +208,15 @@ class Agent(nn.Module):
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args) -> None:
         super().__init__()
-        self.network = nn.Sequential(
+        self.convolutions = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),  # in place, which takes less memory and time
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
             layer_init(nn.Conv2d(64, 64, 3)),
-            nn.ReLU(),
-            nn.Flatten(),
-            layer_init(nn.Linear(64 * 7 * 7, 512)),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
         )
+        self.linear = layer_init(nn.Linear(7 * 7 * 64, 512))
         self.actor = layer_init(nn.Linear(512, int(envs.single_action_space.n)), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
         self.to(memory_format=torch.channels_last)  # the faster one for convolutions
@@ -229,7 +227,8 @@ class Agent(nn.Module):
         obs = obs.permute(0, 3, 1, 2).to(self.dtype, copy=True).div_(255)
         is_bf16 = self.dtype == torch.bfloat16
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=is_bf16):
-            return self.network(obs).float()
+            maps = self.convolutions(obs).permute(0, 2, 3, 1)  # as they lie in memory
+            return self.linear(maps.flatten(1)).relu().float()
 
     def sample_noise(self, *shape: int) -> Tensor:
         """Gumbel noise for `make_act`, (*shape, number of actions)."""
@@ -241,7 +240,8 @@ class Agent(nn.Module):
         a sample (the Gumbel-max trick).
         """
         device, agent = self.critic.weight.device, copy.deepcopy(self)
-        agent.network.to(self.dtype)  # casts the weights once, not at each step
+        agent.convolutions.to(self.dtype)  # casts the weights once, not at each step
+        agent.linear.to(self.dtype)
 
         @torch.inference_mode()
         def act(obs: np.ndarray, noise: Tensor | float = 0.0) -> np.ndarray:

@@ -68,7 +68,8 @@ def test_atari(bf16: bool) -> None:
     obs = torch.randint(256, (3, 84, 84, 4), dtype=torch.uint8)
     actions = torch.tensor([5, 0, 2])
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        features = agent.network(obs.permute(0, 3, 1, 2) / 255)
+        maps = agent.convolutions(obs.permute(0, 3, 1, 2) / 255)
+        features = agent.linear(maps.permute(0, 2, 3, 1).flatten(1)).relu()
     choice = Categorical(logits=agent.actor(features.float()))
     logprobs, entropy, value = agent.evaluate_actions(obs, actions)
     torch.testing.assert_close(logprobs, choice.log_prob(actions))

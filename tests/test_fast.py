@@ -43,7 +43,7 @@ def steps(script: ModuleType, learn: Any, agent: Any, batch: Any, args: Any, fus
     """The weights after ten gradient steps on halves of the batch, and what they reported."""
     agent = copy.deepcopy(agent)
     optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=fused)
-    optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device=batch.obs.device)
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-4, device=batch.obs.device)
     generator = torch.Generator().manual_seed(2)
     reports = []
     for _ in range(10):
@@ -75,9 +75,10 @@ def test_compiled_is_eager(name: str, flags: dict[str, bool], device: str) -> No
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         got, compiled_reported = steps(script, compiled, agent, batch, args, fused=False)
     # Adam divides by the gradients' size, so that rounding shows most where there is hardly one:
-    # what must be small is the difference beside the way that the weights went.
+    # what must be small is the difference beside the way that the weights went. It grows wherever
+    # rounding moves a sample across the clip's border, so the steps are small.
     start, end, compiled_end = map(vector, (agent.state_dict(), expected, got))
-    assert (end - start).abs().max() > 5e-3
+    assert (end - start).abs().max() > 5e-4
     assert (compiled_end - end).norm() < 0.01 * (end - start).norm()
     torch.testing.assert_close(compiled_reported, reported, rtol=1e-2, atol=1e-3)
 
