@@ -535,7 +535,6 @@ def train(args: Args) -> float:
         if saved:
             try:
                 agent.load_state_dict(saved["agent"])
-                saved["optimizer"]["param_groups"][0]["capturable"] = adam["capturable"]
                 optimizer.load_state_dict(saved["optimizer"])
             except (RuntimeError, ValueError) as error:
                 raise UsageError(f"{path} is for another environment or network") from error

@@ -2,7 +2,7 @@
 
 Actions: Box, with finite bounds. Observations: whatever flattens to a vector.
 
-    python ppo_continuous.py --env-id HalfCheetah-v5    # minutes, to a return of 5000 to 6000
+    python ppo_continuous.py --env-id HalfCheetah-v5    # minutes, to a return of about 6000
     python ppo_continuous.py --env-id Hopper-v5 --seed 2
     python ppo_continuous.py --env-id Pendulum-v1 --env-kwargs g 9.81
     python ppo_continuous.py --resume runs/NAME    # go on with a run that was stopped or killed
@@ -583,7 +583,6 @@ def train(args: Args) -> float:
         if saved:
             try:
                 agent.load_state_dict(saved["agent"])
-                saved["optimizer"]["param_groups"][0]["capturable"] = adam["capturable"]
                 optimizer.load_state_dict(saved["optimizer"])
             except (RuntimeError, ValueError) as error:
                 raise UsageError(f"{path} is for another environment or network") from error
