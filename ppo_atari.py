@@ -196,7 +196,7 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
 
 
 def gather(x: Tensor) -> Tensor:
-    """The tensors of all processes of a job of `torchrun`, one after another; alone, just `x`."""
+    """The tensors, of equal shapes, of all processes of `torchrun` after another; alone, `x`."""
     if not dist.is_initialized():
         return x
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -220,7 +220,6 @@ class Agent(nn.Module):
         self.linear = layer_init(nn.Linear(7 * 7 * 64, 512))
         self.actor = layer_init(nn.Linear(512, int(envs.single_action_space.n)), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
-        self.to(memory_format=torch.channels_last)  # the faster one for convolutions
         self.dtype = torch.bfloat16 if args.bf16 else torch.float32
 
     def features(self, obs: Tensor) -> Tensor:
@@ -343,14 +342,15 @@ def gradient_step(
     loss, metrics = ppo_loss(agent, Batch(*(x.index_select(0, indices) for x in batch)), args)
     parameters = optimizer.param_groups[0]["params"]
     gradients = torch.autograd.grad(loss, parameters)
-    if dist.is_initialized():  # the mean over all processes, in one message
-        flat = torch.cat([x.flatten() for x in gradients]) / dist.get_world_size()
+    flat = torch.cat([x.flatten() for x in gradients])  # for few operations, and one message
+    if dist.is_initialized():  # the mean over all processes
         dist.all_reduce(flat)
-        for x, part in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
-            x.copy_(part.view_as(x))
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # detail 11
+        flat /= dist.get_world_size()
+    norm = flat.norm()
+    flat *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # detail 11
+    parts = flat.split([x.numel() for x in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
     optimizer.step()
     return torch.cat([metrics, norm[None]])
 
@@ -383,9 +383,8 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args, logprobs: Tensor | No
 
 def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
     """Check sizes, set PyTorch up until `on_exit`, return the device. Raises `UsageError`."""
-    positive = "num_envs num_steps num_minibatches update_epochs learning_rate clip_coef "
-    positive += "max_grad_norm"
-    for name in positive.split():
+    sizes = "num_envs num_steps num_minibatches update_epochs"
+    for name in f"{sizes} learning_rate clip_coef max_grad_norm".split():
         if getattr(args, name) <= 0:
             raise UsageError(f"{name} is {getattr(args, name)}, and must be above 0")
     if not 0 <= args.gamma <= 1 or not 0 <= args.gae_lambda <= 1:
@@ -411,19 +410,30 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
     # Forget what an earlier call of train compiled. Were the compiler, which Adam needs too, first
     # imported later, it would keep the process group's threads alive, which abort the process.
     torch.compiler.reset()
+    if world_size > 1 and device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        probe = torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise UsageError(f"there is no device {device} here: use cpu, or auto to choose") from None
     if world_size > 1:
-        if device == "cuda":
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        if probe.is_cuda:
+            torch.cuda.set_device(probe.device)
+        dist.init_process_group("nccl" if probe.is_cuda else "gloo")
         on_exit.callback(dist.destroy_process_group)
     on_exit.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    try:
-        return torch.zeros(0, device=device).device
-    except (RuntimeError, AssertionError):
-        raise UsageError(f"there is no device {device} here: use cpu, or auto to choose") from None
+    if args.compile:
+        # Otherwise the gradients' computation would be left out of the compiled code.
+        on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
+        torch._logging.set_logs(dynamo=logging.ERROR)  # it warns of Adam's profiler marks
+        try:
+            torch.compile(lambda x: x + 1)(probe)
+        except Exception as error:
+            needs = "--compile needs a C++ compiler and Python's headers, on a GPU Triton"
+            raise UsageError(f"{needs}: {str(error).splitlines()[0]}") from error
+    return probe.device
 
 
 def seed_all(*numbers: int) -> int:
@@ -437,8 +447,8 @@ def seed_all(*numbers: int) -> int:
 def check_finite(where: str, **arrays: np.ndarray) -> None:
     """Raise `UsageError` with the name of an array that isn't finite."""
     for name, x in arrays.items():
-        if not np.isfinite(x).all():
-            hint = "mend the environment, or lower learning_rate; the checkpoint is from before"
+        if np.result_type(x).kind == "f" and not np.isfinite(x).all():
+            hint = "mend the environment, or lower learning_rate; a checkpoint is from before"
             raise UsageError(f"{name} became infinite or nan in {where}: {hint}")
 
 
@@ -510,8 +520,9 @@ def train(args: Args) -> float:
 
         def catch(number: int, frame: Any) -> None:
             caught.append(number)
-            for either in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(either, signal.SIG_DFL)  # a second one ends the process at once
+            if world_size == 1:  # else torchrun sends another; a second one ends us at once
+                for either in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(either, signal.SIG_DFL)
 
         catching = on_exit.enter_context(contextlib.ExitStack())
         if threading.current_thread() is threading.main_thread() and not args.evaluate:
@@ -529,7 +540,8 @@ def train(args: Args) -> float:
         envs = eval_envs if args.evaluate else make_envs(own_args)
         on_exit.callback(lambda: envs.close())
         torch.manual_seed(args.seed)  # all processes of a job begin with the same weights
-        agent = Agent(envs, args).to(device)
+        # Fused Adam goes wrong where a weight and its gradient lie differently in memory.
+        agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
         adam = {"lr": args.learning_rate, "eps": 1e-5, "fused": not args.compile}  # detail 3
         adam["capturable"] = args.compile and device.type == "cuda"
         optimizer = torch.optim.Adam(agent.parameters(), **adam)
@@ -546,16 +558,8 @@ def train(args: Args) -> float:
         learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=device)
         optimizer.param_groups[0]["lr"] = learning_rate
         learn = gradient_step
-        if args.compile:
-            # Otherwise the gradients' computation would be left out of the compiled code.
-            on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
-            torch._logging.set_logs(dynamo=logging.ERROR)  # it warns of Adam's profiler marks
-            try:
-                torch.compile(lambda x: x + 1)(learning_rate)
-            except Exception as error:
-                needs = "--compile needs a C++ compiler and Python's headers, on a GPU Triton"
-                raise UsageError(f"{needs}: {str(error).splitlines()[0]}") from error
-            learn = torch.compile(learn, mode="reduce-overhead")  # on a GPU, as CUDA graphs
+        if args.compile:  # on a GPU, as CUDA graphs
+            learn = torch.compile(gradient_step, mode="reduce-overhead")
 
         wandb_run = None
         if args.track:
@@ -593,9 +597,8 @@ def train(args: Args) -> float:
         space, action_space = envs.single_observation_space, envs.single_action_space
         shape = (args.num_steps, own_args.num_envs)
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
-        memory = torch.zeros(shape[0] + 1, shape[1], *space.shape, dtype=dtype)
-        memory = memory.pin_memory() if device.type == "cuda" else memory  # sent without waiting
-        obs = memory.numpy()  # a view of it
+        obs_shape, pin = (shape[0] + 1, shape[1], *space.shape), device.type == "cuda"
+        obs = torch.zeros(obs_shape, dtype=dtype, pin_memory=pin).numpy()  # pinned: sent faster
         actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
         rewards = np.zeros(shape, np.float32)
         terminations, dones = np.zeros(shape, bool), np.zeros(shape, bool)
@@ -658,23 +661,19 @@ def train(args: Args) -> float:
                 obs[t + 1], rewards[t], terminated, truncated, info = envs.step(actions[t])
                 terminations[t], dones[t] = terminated, terminated | truncated
                 global_step += args.num_envs
-                if not dones[t].any():
-                    continue
-                for i in np.flatnonzero(truncated & ~terminated):
-                    final_obs[t, i] = np.array(info["final_obs"][i])
-                for i in np.flatnonzero(info.get("_episode", ())):
-                    episode = info["episode"]
-                    episodes.append((global_step, float(episode["r"][i]), int(episode["l"][i])))
+                if dones[t].any():
+                    for i in np.flatnonzero(truncated & ~terminated):
+                        final_obs[t, i] = np.array(info["final_obs"][i])
+                    for i in np.flatnonzero(info.get("_episode", ())):
+                        total, length = info["episode"]["r"][i], info["episode"]["l"][i]
+                        episodes.append((global_step, float(total), int(length)))
 
             # --------------------------------- advantages, update ---------------------------------
             is_due = (iteration + 1) % interval == 0
-            dones[-1] |= is_due  # the cut
-            where = f"iteration {iteration}, up to step {global_step:,}"
-            if obs.dtype != np.uint8:
-                check_finite(where, observation=obs, reward=rewards)
+            dones[-1] |= is_due  # the next iteration makes the environments anew
             if args.anneal_lr:  # detail 4
-                done = iteration / num_iterations
-                factors = {"linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
+                x = iteration / num_iterations
+                factors = {"linear": 1 - x, "cosine": 0.5 + 0.5 * math.cos(math.pi * x)}
                 learning_rate.fill_(args.learning_rate * factors[args.lr_schedule])
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             tensors = (torch.as_tensor(x, device=device) for x in (obs, actions))
@@ -704,15 +703,15 @@ def train(args: Args) -> float:
             sps = (global_step - begin * batch_size) / (time.perf_counter() - start_time)
             means = gather(torch.stack(metrics)).mean(0).tolist()
             metrics = dict(zip(METRICS, means, strict=True))
-            check_finite(where, **metrics)
-            samples = gather(torch.stack([first.values, first.returns, first.advantages], 1))
-            values, targets, advantages = samples.unbind(1)
+            where = f"iteration {iteration}, up to step {global_step:,}"
+            check_finite(where, observation=obs, reward=rewards, **metrics)
+            values, targets = gather(first.values), gather(first.returns)
             explained_variance = 1 - (targets - values).var() / targets.var()
             scalars = {f"losses/{name}": x for name, x in metrics.items()}
             scalars |= agent.finish_iteration(rollout.obs[:-1])
             scalars |= {"charts/learning_rate": learning_rate.item(), "charts/SPS": sps}
             scalars["losses/explained_variance"] = explained_variance.item()
-            debug = {"value": values, "value_target": targets, "advantage": advantages}
+            debug = {"value": values, "value_target": targets, "advantage": targets - values}
             scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
             log(global_step, scalars)
             bar.update(batch_size)

@@ -53,7 +53,7 @@ def test_discrete_samples() -> None:
     obs = torch.randn(1, 5)
     samples = torch.as_tensor(agent.make_act()(obs.numpy(), agent.sample_noise(100_000)))
     for i, n in enumerate((2, 3)):
-        probabilities = agent.logits(obs)[0, i, :n].softmax(-1)
+        probabilities = agent.logits(obs, agent.actor, agent.padding)[0, i, :n].softmax(-1)
         counts = torch.bincount(samples[:, i])
         assert len(counts) <= n
         error = counts / len(samples) - probabilities[: len(counts)]
@@ -233,7 +233,8 @@ def test_scaled_rewards() -> None:
 def test_initial_policy() -> None:
     """The first policy is nearly uniform, or nearly centred; biases are 0."""
     agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([4])), ppo.Args())
-    assert (agent.logits(torch.randn(100, 5)).softmax(-1) - 0.25).abs().max() < 0.02
+    logits = agent.logits(torch.randn(100, 5), agent.actor, agent.padding)
+    assert (logits.softmax(-1) - 0.25).abs().max() < 0.02
     continuous = continuous_agent()
     assert np.abs(continuous.make_act()(torch.randn(100, 5).numpy())).max() < 0.1
     assert continuous.log_std.tolist() == [-0.5, -0.5, -0.5]

@@ -3,8 +3,10 @@
 import copy
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -185,18 +187,20 @@ sys.stdout.write(f"checked {{len(checked)}} score {{score}}\\n")
 """
 
 
-def torchrun(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    """Run code in two processes."""
+def start_job(code: str, *arguments: Any) -> subprocess.Popen:
+    """Start code in two processes."""
     Path("job.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*command, "job.py", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, "job.py", *map(str, arguments)], env=environment, **pipes)
+
+
+def torchrun(code: str, *arguments: Any) -> subprocess.CompletedProcess:
+    """Run code in two processes."""
+    process = start_job(code, *arguments)
+    stdout, stderr = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -270,6 +274,43 @@ def test_two_halves_are_a_whole(name: str) -> None:
     done = torchrun(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["same", "same"]
+
+
+COMMAND = f"""
+import os
+import runpy
+from pathlib import Path
+
+Path(f"process-{{os.getpid()}}").touch()
+runpy.run_path({str(ROOT / "ppo.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_job(number: int, folder: Path) -> None:
+    """Where a signal goes to all processes of a job and torchrun adds its own, the job is saved."""
+    job = start_job(COMMAND, "--num-steps", 4096, "--total-timesteps", 100_000_000)
+    while not [*folder.glob("runs/*/events*")]:
+        time.sleep(0.05)
+    time.sleep(2)
+    processes = [int(path.name.split("-")[1]) for path in folder.glob("process-*")]
+    assert len(processes) == 2
+    for process in (*processes, job.pid):
+        os.kill(process, number)
+    _, stderr = job.communicate(timeout=60)
+    assert stderr.count(f"stopped: go on with --resume {only_run()}") == 1
+    _, saved = MODULES["ppo"].load_checkpoint(str(only_run()))
+    assert saved["iteration"] >= 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_job_without_gpus(folder: Path) -> None:
+    """Where a process of a job has no GPU, it says so before anything is written."""
+    done = torchrun(COMMAND, "--device", "cuda")
+    assert done.returncode != 0
+    assert "there is no device cuda:" in done.stderr
+    assert "UsageError" not in done.stderr
+    assert not (folder / "runs").exists()
 
 
 def test_shares_that_do_not_divide() -> None:
