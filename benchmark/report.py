@@ -94,30 +94,44 @@ def paired(env_id: str, variant: tuple[str, str], reference: tuple[str, str]) ->
     )
 
 
+def speeds() -> None:
+    """Print the table of speed.csv: medians, on each machine."""
+    groups = defaultdict(list)
+    for row in read("speed.csv"):
+        groups[row["machine"], row["env_id"], row["who"]].append(row)
+    machines, env_ids, _ = (list(dict.fromkeys(x)) for x in zip(*groups, strict=True))
+    columns = ["environment", "who"]
+    for machine in machines:
+        columns += [f"{machine}: steps/s", "ratio", "first iteration, s", "peak, MiB", "runs"]
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    cases = dict.fromkeys((env_id, who) for _, env_id, who in groups)
+    for env_id, who in sorted(cases, key=lambda x: ("empty cache" in x[1], env_ids.index(x[0]))):
+        cells = [env_id, f"`{who}`"]
+        for machine in machines:
+            rows = groups.get((machine, env_id, who))
+            if not rows:
+                cells += ["-"] * 5
+                continue
+            speed = median(rows, "steps_per_s")
+            peer = median(groups[machine, env_id, "Stable-Baselines3"], "steps_per_s")
+            # Not for those of another time, nor for other hyper-parameters.
+            other = "empty cache" in who or who in (
+                "ppo_continuous.py",
+                "ppo_continuous.py --compile",
+            )
+            cells += [f"{speed:,.0f}", "-" if other else f"{speed / peer:.2f}"]
+            for key, digits in {"first_iteration_s": 1, "peak_mib": 0}.items():
+                cells.append(f"{median(rows, key):.{digits}f}" if rows[0][key] else "-")
+            cells.append(str(len(rows)))
+        print(f"| {' | '.join(cells)} |")
+
+
 def main() -> None:
     """Print the tables, in Markdown."""
     results(MAIN)
     results(VARIANTS)
     results(EXPERIMENTS, others=False)
-    print("\n| environment | who | steps/s | ratio | first iteration, s | peak, MiB | runs |")
-    print("|---|---|---|---|---|---|---|")
-    groups = defaultdict(list)
-    for row in read("speed.csv"):
-        groups[row["env_id"], row["who"]].append(row)
-    env_ids = list(dict.fromkeys(env_id for env_id, _ in groups))
-    by_case = sorted(groups, key=lambda x: ("empty cache" in x[1], env_ids.index(x[0])))
-    for env_id, who in by_case:
-        rows = groups[env_id, who]
-        peer = median(groups[env_id, "Stable-Baselines3"], "steps_per_s")
-        speed = median(rows, "steps_per_s")
-        others = ["-", "-"]
-        if rows[0]["peak_mib"]:
-            others = [f"{median(rows, 'first_iteration_s'):.1f}", f"{median(rows, 'peak_mib'):.0f}"]
-        # Not for those of another time, nor for other hyper-parameters.
-        other = "empty cache" in who or who in ("ppo_continuous.py", "ppo_continuous.py --compile")
-        ratio = "-" if other else f"{speed / peer:.2f}"
-        figures = [f"{speed:,.0f}", ratio, *others, str(len(rows))]
-        print(f"| {env_id} | `{who}` | {' | '.join(figures)} |")
+    speeds()
     print("\nMean return over a run (paired, standard error):")
     paired("CartPole-v1", ("ppo.py", "--compile"), ("ppo.py", ""))
     paired("CartPole-v1", (f"{TWO} ppo.py", ""), ("ppo.py", ""))
@@ -125,8 +139,8 @@ def main() -> None:
     paired("HalfCheetah-v5", ("ppo_continuous.py", "--compile"), eager)
     two = f"{TWO} ppo_continuous.py"
     paired("HalfCheetah-v5", (two, SHORT), ("ppo_continuous.py", SHORT))
-    phases = read("phases.csv")
-    for row in phases:
+    phases = list({(row["env_id"], row["who"]): row for row in read("phases.csv")}.values())
+    for row in phases:  # the last of each
         row["of the ceiling"] = f"{float(row['alone']) / float(row['total']):.0%}"
     for rows in (phases, read("scaling.csv")):
         columns = [x for x in (rows[0] if rows else {}) if x not in provenance()]

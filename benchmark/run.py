@@ -55,8 +55,8 @@ VARIANTS = [
     ("ppo.py", "CartPole-v1", 5, "--compile"),
     (f"{TWO} ppo.py", "CartPole-v1", 5, ""),
     ("ppo_continuous.py", "HalfCheetah-v5", 5, ""),
-    ("ppo_continuous.py", "HalfCheetah-v5", 5, SHORT),
-    (f"{TWO} ppo_continuous.py", "HalfCheetah-v5", 5, SHORT),
+    ("ppo_continuous.py", "HalfCheetah-v5", 10, SHORT),
+    (f"{TWO} ppo_continuous.py", "HalfCheetah-v5", 10, SHORT),
 ]
 LANDER = "--num-envs 16 --num-steps 128 --total-timesteps"
 TO_200 = "--compile --num-envs 16 --num-steps 128 --gamma 0.999 --total-timesteps 1000000"
