@@ -37,6 +37,8 @@ PUBLISHED = {
     },
 }
 
+WITHOUT_BF16 = "2 x Intel(R) Xeon(R) Processor"  # no units for it
+
 
 def mean_and_spread(x: list[float]) -> str:
     """The mean and, of several numbers, the sample standard deviation."""
@@ -95,34 +97,32 @@ def paired(env_id: str, variant: tuple[str, str], reference: tuple[str, str]) ->
 
 
 def speeds() -> None:
-    """Print the table of speed.csv: medians, on each machine."""
+    """Print the table of speed.csv: medians on each machine, and the largest peak of memory."""
     groups = defaultdict(list)
     for row in read("speed.csv"):
         groups[row["machine"], row["env_id"], row["who"]].append(row)
     machines, env_ids, _ = (list(dict.fromkeys(x)) for x in zip(*groups, strict=True))
     columns = ["environment", "who"]
     for machine in machines:
-        columns += [f"{machine}: steps/s", "ratio", "first iteration, s", "peak, MiB", "runs"]
+        columns += [f"{machine}: steps/s", "ratio", "first iteration, s"]
+    columns.append("peak, MiB")
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     cases = dict.fromkeys((env_id, who) for _, env_id, who in groups)
     for env_id, who in sorted(cases, key=lambda x: ("empty cache" in x[1], env_ids.index(x[0]))):
-        cells = [env_id, f"`{who}`"]
+        cells, peaks = [env_id, f"`{who}`"], []
+        # No ratio for those of another time, nor for other hyper-parameters.
+        comparable = "empty cache" not in who
+        comparable = comparable and who.removesuffix(" --compile") != "ppo_continuous.py"
         for machine in machines:
-            rows = groups.get((machine, env_id, who))
-            if not rows:
-                cells += ["-"] * 5
-                continue
-            speed = median(rows, "steps_per_s")
+            rows = groups.get((machine, env_id, who), [])
             peer = median(groups[machine, env_id, "Stable-Baselines3"], "steps_per_s")
-            # Not for those of another time, nor for other hyper-parameters.
-            other = "empty cache" in who or who in (
-                "ppo_continuous.py",
-                "ppo_continuous.py --compile",
-            )
-            cells += [f"{speed:,.0f}", "-" if other else f"{speed / peer:.2f}"]
-            for key, digits in {"first_iteration_s": 1, "peak_mib": 0}.items():
-                cells.append(f"{median(rows, key):.{digits}f}" if rows[0][key] else "-")
-            cells.append(str(len(rows)))
+            cells.append(f"{median(rows, 'steps_per_s'):,.0f}" if rows else "-")
+            ratio = rows and comparable
+            cells.append(f"{median(rows, 'steps_per_s') / peer:.2f}" if ratio else "-")
+            ours = rows and rows[0]["peak_mib"]
+            cells.append(f"{median(rows, 'first_iteration_s'):.1f}" if ours else "-")
+            peaks += [median(rows, "peak_mib")] if ours else []
+        cells.append(f"{max(peaks):.0f}" if peaks else "-")
         print(f"| {' | '.join(cells)} |")
 
 
@@ -139,8 +139,12 @@ def main() -> None:
     paired("HalfCheetah-v5", ("ppo_continuous.py", "--compile"), eager)
     two = f"{TWO} ppo_continuous.py"
     paired("HalfCheetah-v5", (two, SHORT), ("ppo_continuous.py", SHORT))
-    phases = list({(row["env_id"], row["who"]): row for row in read("phases.csv")}.values())
-    for row in phases:  # the last of each
+    phases = {}  # the last of each, on a machine that is meant for it
+    for row in read("phases.csv"):
+        if "--bf16" not in row["who"] or row["machine"] != WITHOUT_BF16:
+            phases[row["env_id"], row["who"]] = row
+    phases = list(phases.values())
+    for row in phases:
         row["of the ceiling"] = f"{float(row['alone']) / float(row['total']):.0%}"
     for rows in (phases, read("scaling.csv")):
         columns = [x for x in (rows[0] if rows else {}) if x not in provenance()]
