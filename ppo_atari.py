@@ -196,7 +196,7 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
 
 
 def gather(x: Tensor) -> Tensor:
-    """The tensors, of equal shapes, of all processes of `torchrun` after another; alone, `x`."""
+    """The tensors of all processes, of equal shapes, one after another; in a single one, `x`."""
     if not dist.is_initialized():
         return x
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -342,7 +342,7 @@ def gradient_step(
     loss, metrics = ppo_loss(agent, Batch(*(x.index_select(0, indices) for x in batch)), args)
     parameters = optimizer.param_groups[0]["params"]
     gradients = torch.autograd.grad(loss, parameters)
-    flat = torch.cat([x.flatten() for x in gradients])  # for few operations, and one message
+    flat = torch.cat([x.flatten() for x in gradients])  # fewer operations, and one message
     if dist.is_initialized():  # the mean over all processes
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
@@ -424,7 +424,7 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
     on_exit.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    if args.compile:
+    if args.compile and not args.evaluate:
         # Otherwise the gradients' computation would be left out of the compiled code.
         on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
         torch._logging.set_logs(dynamo=logging.ERROR)  # it warns of Adam's profiler marks
@@ -444,11 +444,11 @@ def seed_all(*numbers: int) -> int:
     return second // 4
 
 
-def check_finite(where: str, **arrays: np.ndarray) -> None:
-    """Raise `UsageError` with the name of an array that isn't finite."""
+def check_finite(where: str, **arrays: np.ndarray | float) -> None:
+    """Raise `UsageError` with the name of an array of floats that isn't finite."""
     for name, x in arrays.items():
         if np.result_type(x).kind == "f" and not np.isfinite(x).all():
-            hint = "mend the environment, or lower learning_rate; a checkpoint is from before"
+            hint = "mend the environment, or lower learning_rate; no checkpoint has it"
             raise UsageError(f"{name} became infinite or nan in {where}: {hint}")
 
 
@@ -520,9 +520,9 @@ def train(args: Args) -> float:
 
         def catch(number: int, frame: Any) -> None:
             caught.append(number)
-            if world_size == 1:  # else torchrun sends another; a second one ends us at once
+            if "WORLD_SIZE" not in os.environ:  # torchrun sends a second one itself
                 for either in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(either, signal.SIG_DFL)
+                    signal.signal(either, signal.SIG_DFL)  # which ends the process at once
 
         catching = on_exit.enter_context(contextlib.ExitStack())
         if threading.current_thread() is threading.main_thread() and not args.evaluate:
@@ -540,8 +540,7 @@ def train(args: Args) -> float:
         envs = eval_envs if args.evaluate else make_envs(own_args)
         on_exit.callback(lambda: envs.close())
         torch.manual_seed(args.seed)  # all processes of a job begin with the same weights
-        # Fused Adam goes wrong where a weight and its gradient lie differently in memory.
-        agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
+        agent = Agent(envs, args).to(device)
         adam = {"lr": args.learning_rate, "eps": 1e-5, "fused": not args.compile}  # detail 3
         adam["capturable"] = args.compile and device.type == "cuda"
         optimizer = torch.optim.Adam(agent.parameters(), **adam)
@@ -553,6 +552,10 @@ def train(args: Args) -> float:
                 raise UsageError(f"{path} is for another environment or network") from error
         if args.evaluate:
             return evaluate(agent, eval_envs, args)["eval/return"]
+        # Fused Adam goes wrong, silently, where these lie in another order than the gradients.
+        moments = [x for state in optimizer.state.values() for x in state.values()]
+        for x in [*agent.parameters(), *moments]:
+            x.data = x.data.contiguous()
 
         # The last one, if resumed; a tensor, so that compiled code doesn't depend on its value.
         learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=device)

@@ -37,7 +37,7 @@ PUBLISHED = {
     },
 }
 
-WITHOUT_BF16 = "2 x Intel(R) Xeon(R) Processor"  # no units for it
+WITHOUT_BF16 = "2 x Intel(R) Xeon(R) Processor"  # the one that phases.csv has lacks the units
 
 
 def mean_and_spread(x: list[float]) -> str:
@@ -115,10 +115,11 @@ def speeds() -> None:
         comparable = comparable and who.removesuffix(" --compile") != "ppo_continuous.py"
         for machine in machines:
             rows = groups.get((machine, env_id, who), [])
-            peer = median(groups[machine, env_id, "Stable-Baselines3"], "steps_per_s")
-            cells.append(f"{median(rows, 'steps_per_s'):,.0f}" if rows else "-")
-            ratio = rows and comparable
-            cells.append(f"{median(rows, 'steps_per_s') / peer:.2f}" if ratio else "-")
+            peer = groups.get((machine, env_id, "Stable-Baselines3"))
+            speed = median(rows, "steps_per_s") if rows else 0
+            cells.append(f"{speed:,.0f}" if rows else "-")
+            ratio = rows and peer and comparable
+            cells.append(f"{speed / median(peer, 'steps_per_s'):.2f}" if ratio else "-")
             ours = rows and rows[0]["peak_mib"]
             cells.append(f"{median(rows, 'first_iteration_s'):.1f}" if ours else "-")
             peaks += [median(rows, "peak_mib")] if ours else []

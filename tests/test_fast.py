@@ -1,5 +1,6 @@
 """Compiled steps, bfloat16 and jobs of several processes do the same as one plain process."""
 
+import contextlib
 import copy
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import resume
 import torch
 from conftest import SCRIPTS, SHORT, scalars
-from test_survival import MODULES, only_run, refusal, trained
+from test_survival import MODULES, command, failing, go_on, only_run, refusal, trained
 
 ROOT = Path(__file__).parent.parent
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
@@ -111,6 +113,30 @@ def test_no_compiler(tmp_path: Path) -> None:
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
     assert "needs a C++ compiler" in refusal("ppo", "--compile", env=environment)
     assert not (tmp_path / "runs").exists()
+    path = trained("ppo", eval_episodes=1) / "checkpoint.pt"  # an evaluation needs none
+    saved = torch.load(path)
+    torch.save(saved | {"args": saved["args"] | {"compile": True}}, path)
+    evaluation = command("ppo", "--evaluate", path, env=environment)
+    assert "greedy return" in evaluation.communicate(timeout=60)[0]
+    assert evaluation.returncode == 0
+
+
+def test_layouts() -> None:
+    """Weights and moments that a checkpoint has in another order in memory are the same ones."""
+    flags = {"total_timesteps": 512, "checkpoint_interval": 2}
+    crash = failing(MODULES["ppo_atari"], "make_batch", 4, ZeroDivisionError())
+    with crash, pytest.raises(ZeroDivisionError):
+        trained("ppo_atari", **flags)
+    path, saved = MODULES["ppo_atari"].load_checkpoint(str(only_run()))
+    ends = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        for state in (saved["agent"], *saved["optimizer"]["state"].values()):
+            for name, x in state.items():
+                state[name] = x.contiguous(memory_format=memory_format) if x.ndim == 4 else x
+        torch.save(saved, path)
+        go_on(MODULES["ppo_atari"], **saved["args"] | {"resume": str(path)})
+        ends.append(MODULES["ppo_atari"].load_checkpoint(str(path))[1]["agent"])
+    assert all(torch.equal(x, ends[1][name]) for name, x in ends[0].items())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
@@ -187,20 +213,26 @@ sys.stdout.write(f"checked {{len(checked)}} score {{score}}\\n")
 """
 
 
-def start_job(code: str, *arguments: Any) -> subprocess.Popen:
-    """Start code in two processes."""
+@contextlib.contextmanager
+def started_job(code: str, *arguments: Any, processes: int = 2) -> Iterator[subprocess.Popen]:
+    """Code that runs in several processes, at the longest until the context ends."""
     Path("job.py").write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    command += ["--standalone", "job.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, "job.py", *map(str, arguments)], env=environment, **pipes)
+    with subprocess.Popen([*command, *map(str, arguments)], env=environment, **pipes) as job:
+        try:
+            yield job
+        finally:
+            job.terminate()
 
 
 def torchrun(code: str, *arguments: Any) -> subprocess.CompletedProcess:
     """Run code in two processes."""
-    process = start_job(code, *arguments)
-    stdout, stderr = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    with started_job(code, *arguments) as job:
+        stdout, stderr = job.communicate(timeout=300)
+    return subprocess.CompletedProcess(job.args, job.returncode, stdout, stderr)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -286,21 +318,24 @@ runpy.run_path({str(ROOT / "ppo.py")!r}, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_job(number: int, folder: Path) -> None:
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
+def test_a_stopped_job(number: int, processes: int, folder: Path) -> None:
     """Where a signal goes to all processes of a job and torchrun adds its own, the job is saved."""
-    job = start_job(COMMAND, "--num-steps", 4096, "--total-timesteps", 100_000_000)
-    while not [*folder.glob("runs/*/events*")]:
-        time.sleep(0.05)
-    time.sleep(2)
-    processes = [int(path.name.split("-")[1]) for path in folder.glob("process-*")]
-    assert len(processes) == 2
-    for process in (*processes, job.pid):
-        os.kill(process, number)
-    _, stderr = job.communicate(timeout=60)
+    flags = "--num-steps", 4096, "--total-timesteps", 100_000_000
+    with started_job(COMMAND, *flags, processes=processes) as job:
+        while not [*folder.glob("runs/*/events*")]:
+            time.sleep(0.05)
+            assert job.poll() is None
+        time.sleep(2)
+        found = [int(path.name.split("-")[1]) for path in folder.glob("process-*")]
+        assert len(found) == processes
+        for process in (*found, job.pid):
+            os.kill(process, number)
+        _, stderr = job.communicate(timeout=60)
+    assert job.returncode == 1
     assert stderr.count(f"stopped: go on with --resume {only_run()}") == 1
     _, saved = MODULES["ppo"].load_checkpoint(str(only_run()))
-    assert saved["iteration"] >= 1
+    assert not saved["finished"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
