@@ -348,6 +348,32 @@ def test_a_job_without_gpus(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+NOT_FINITE = f"""
+import os
+import sys
+
+sys.path[:0] = {[str(ROOT / "tests"), str(ROOT)]!r}
+import probe_envs
+from ppo import Args, UsageError, train
+
+breaks = {{"what": "reward", "when": 300 if os.environ["RANK"] == "1" else 0}}
+sizes = {{"num_envs": 2, "num_steps": 128, "total_timesteps": 2048, "eval_episodes": 0}}
+try:
+    train(Args(env_id="probe_envs:Breaks-v0", env_kwargs=breaks, **sizes))
+except UsageError as error:
+    sys.stdout.write(f"{{error}}\\n")
+"""
+
+
+def test_a_job_that_is_not_finite(folder: Path) -> None:
+    """What is nan in one process of a job ends all of them with a sentence, in that iteration."""
+    done = torchrun(NOT_FINITE)
+    assert done.returncode == 0, done.stderr
+    first, second = sorted(done.stdout.splitlines(), key=lambda x: "reward" in x)
+    assert "loss became infinite or nan in iteration 2, up to step 768" in first
+    assert second.startswith("reward became infinite or nan in iteration 2, up to step 768")
+
+
 def test_shares_that_do_not_divide() -> None:
     """Environments that can't be split over processes are refused, and so is an evaluation."""
     environment = os.environ | {"WORLD_SIZE": "3"}
