@@ -675,8 +675,8 @@ def train(args: Args) -> float:
             is_due = (iteration + 1) % interval == 0
             dones[-1] |= is_due  # the next iteration makes the environments anew
             if args.anneal_lr:  # detail 4
-                x = iteration / num_iterations
-                factors = {"linear": 1 - x, "cosine": 0.5 + 0.5 * math.cos(math.pi * x)}
+                past = iteration / num_iterations  # of the training, from 0 to 1
+                factors = {"linear": 1 - past, "cosine": 0.5 + 0.5 * math.cos(math.pi * past)}
                 learning_rate.fill_(args.learning_rate * factors[args.lr_schedule])
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             tensors = (torch.as_tensor(x, device=device) for x in (obs, actions))
@@ -755,7 +755,7 @@ if __name__ == "__main__":
         if run := args.resume or args.evaluate:  # whose own arguments take the defaults' place
             args = tyro.cli(Args, default=Args(**load_checkpoint(run)[1]["args"]))
         train(args)
-        gc.freeze()  # to exit half a second sooner: no search for cycles in what was imported
+        gc.freeze()  # to exit sooner: no search for cycles in all that was imported
     except (UsageError, OSError) as error:
         kept = "; the last checkpoint is untouched" if isinstance(error, OSError) else ""
         print(f"{Path(__file__).name}: {error}{kept}", file=sys.stderr)
