@@ -39,7 +39,6 @@ import torch
 import torch.distributed as dist
 import tyro
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, RecordVideo
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
@@ -142,7 +141,7 @@ class ForLearning(gym.vector.VectorWrapper):
     def __init__(self, env: gym.vector.VectorEnv) -> None:
         super().__init__(env)
         self.single_observation_space = Box(0, 255, (84, 84, 4), np.uint8)
-        self.observation_space = batch_space(self.single_observation_space, env.num_envs)
+        self.observation_space = Box(0, 255, (env.num_envs, 84, 84, 4), np.uint8)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         obs, info = self.env.reset(**kwargs)
@@ -173,8 +172,7 @@ def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.Vector
         raise UsageError("repeat_action_probability must be from 0 to 1")
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), presses no-op and fire
     # after a reset (details 14, 17), and scales, greys and stacks the screens (details 18, 20).
-    mode = {"vectorization_mode": "vector_entry_point", "frameskip": 4, "reward_clipping": False}
-    mode |= {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    mode = {"autoreset_mode": "SameStep", "frameskip": 4, "reward_clipping": False}
     envs = make_vec(args, **mode, repeat_action_probability=args.repeat_action_probability)
     obs_space, space = envs.single_observation_space, envs.single_action_space
     if obs_space.shape != (4, 84, 84) or not isinstance(space, Discrete):
@@ -225,8 +223,7 @@ class Agent(nn.Module):
     def features(self, obs: Tensor) -> Tensor:
         """What actor and critic share, (B, 512), of observations scaled to 0 .. 1 (detail 22)."""
         obs = obs.permute(0, 3, 1, 2).to(self.dtype, copy=True).div_(255)
-        is_bf16 = self.dtype == torch.bfloat16
-        with torch.autocast(obs.device.type, torch.bfloat16, enabled=is_bf16):
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             maps = self.convolutions(obs).permute(0, 2, 3, 1)  # as they lie in memory
             return self.linear(maps.flatten(1)).relu().float()
 
@@ -271,35 +268,28 @@ class Agent(nn.Module):
         return {}
 
 
-def compute_advantages(
-    rewards: np.ndarray,
-    values: np.ndarray,
-    next_values: np.ndarray,
-    terminations: np.ndarray,
-    dones: np.ndarray,
-    gamma: float,
-    gae_lambda: float,
-) -> np.ndarray:
-    """Generalized advantage estimation (arXiv:1506.02438, equation 16; detail 5).
-
-    Arrays are (num_steps, num_envs). `next_values` are of what a step led to, before any reset.
-    After a termination nothing follows; after a truncation (in `dones` too) what would have.
-    """
-    deltas = rewards + gamma * next_values * ~terminations - values
-    discounts = gamma * gae_lambda * ~dones
-    advantages = np.zeros_like(values)
-    last_advantage = np.zeros_like(values[0])
-    for t in reversed(range(len(values))):
-        advantages[t] = last_advantage = deltas[t] + discounts[t] * last_advantage
-    return advantages
-
-
 # What num_envs environments did in num_steps steps. Arrays and tensors are (num_steps, num_envs,
 # ...), but obs has the next step's too; final_obs maps the (step, environment) of a truncation to
 # the last observation there, which the reset keeps out of obs.
 Rollout = namedtuple("Rollout", "obs actions rewards terminations dones final_obs")
 # Samples to learn from, along the first dimension of each tensor.
 Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")
+
+
+def compute_advantages(
+    rollout: Rollout, values: np.ndarray, next_values: np.ndarray, args: Args
+) -> np.ndarray:
+    """Generalized advantage estimation (arXiv:1506.02438, equation 16; detail 5).
+
+    Arrays are (num_steps, num_envs). `next_values` are of what a step led to, before any reset.
+    After a termination nothing follows; after a truncation (in `dones` too) what would have.
+    """
+    deltas = rollout.rewards + args.gamma * next_values * ~rollout.terminations - values
+    discounts = args.gamma * args.gae_lambda * ~rollout.dones
+    advantages, last_advantage = np.zeros_like(values), 0.0
+    for t in reversed(range(len(values))):
+        advantages[t] = last_advantage = deltas[t] + discounts[t] * last_advantage
+    return advantages
 
 
 LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
@@ -361,8 +351,8 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args, logprobs: Tensor | No
 
     `logprobs` are those of the policy that acted, (samples,): the agent's, unless given.
     """
-    obs, actions, rewards, terminations, dones, final_obs = rollout
-    samples = obs[:-1].flatten(0, 1), actions.flatten(0, 1)
+    obs, final_obs = rollout.obs, rollout.final_obs
+    samples = obs[:-1].flatten(0, 1), rollout.actions.flatten(0, 1)
     # In slices, so that the memory for activations doesn't grow with the rollout.
     slices = [x.split(256) for x in samples]
     if logprobs is None:
@@ -375,8 +365,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args, logprobs: Tensor | No
     if final_obs:
         truncated_obs = torch.as_tensor(np.stack(list(final_obs.values()))).to(obs)
         next_values[tuple(np.transpose(list(final_obs)))] = agent.value(truncated_obs).cpu()
-    steps = rewards, values, next_values, terminations, dones
-    advantages = compute_advantages(*steps, args.gamma, args.gae_lambda)
+    advantages = compute_advantages(rollout, values, next_values, args)
     targets = torch.as_tensor(np.stack([advantages, advantages + values, values]))
     return Batch(*samples, logprobs, *targets.to(obs.device).flatten(1))
 
@@ -497,6 +486,10 @@ def train(args: Args) -> float:
     """
     with contextlib.ExitStack() as on_exit:
         # --------------------------------------- set-up ---------------------------------------
+        def plain(values: dict[str, Any]) -> dict[str, Any]:  # NumPy's numbers wouldn't load again
+            return {k: x.item() if isinstance(x, np.generic) else x for k, x in values.items()}
+
+        args = replace(args, **plain(vars(args) | {"env_kwargs": plain(args.env_kwargs)}))
         device = set_up(args, on_exit)
         rank, world_size, stamp = 0, 1, [f"{datetime.now():%Y%m%d-%H%M%S-%f}"]
         if dist.is_initialized():  # torchrun: each process has its share; the first one reports
@@ -524,10 +517,10 @@ def train(args: Args) -> float:
                 for either in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(either, signal.SIG_DFL)  # which ends the process at once
 
-        catching = on_exit.enter_context(contextlib.ExitStack())
+        training = on_exit.enter_context(contextlib.ExitStack())
         if threading.current_thread() is threading.main_thread() and not args.evaluate:
             for either in (signal.SIGINT, signal.SIGTERM):
-                catching.callback(signal.signal, either, signal.signal(either, catch))
+                training.callback(signal.signal, either, signal.signal(either, catch))
 
         eval_envs = None
         if args.eval_episodes:
@@ -535,7 +528,9 @@ def train(args: Args) -> float:
             seed_all(args.seed)
             eval_envs = make_envs(replace(args, num_envs=1), video_folder)
             on_exit.callback(eval_envs.close)
-        begin = saved["iteration"] if saved else 0
+        progress = saved or {"iteration": 0, "step": 0, "returns": [], "finished": False}
+        begin, global_step = progress["iteration"], progress["step"]
+        last_returns = deque(progress["returns"], maxlen=100)
         seed_all(args.seed, begin, rank)
         envs = eval_envs if args.evaluate else make_envs(own_args)
         on_exit.callback(lambda: envs.close())
@@ -560,14 +555,13 @@ def train(args: Args) -> float:
         # The last one, if resumed; a tensor, so that compiled code doesn't depend on its value.
         learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=device)
         optimizer.param_groups[0]["lr"] = learning_rate
-        learn = gradient_step
-        if args.compile:  # on a GPU, as CUDA graphs
-            learn = torch.compile(gradient_step, mode="reduce-overhead")
+        # On a GPU, as CUDA graphs; without --compile, it is gradient_step itself.
+        learn = torch.compile(gradient_step, mode="reduce-overhead", disable=not args.compile)
 
-        wandb_run = None
         if args.track:
             where = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            where |= {"name": path.parent.name, "id": path.parent.name, "resume": "allow"}
+            run = path.resolve().parent.name
+            where |= {"name": run, "id": run, "resume": "allow"}
             try:
                 import wandb
 
@@ -578,9 +572,6 @@ def train(args: Args) -> float:
                 raise UsageError(f"--track failed at Weights & Biases: {error}") from error
             wandb_run.define_metric("*", step_metric="global_step")
             on_exit.callback(wandb_run.finish)
-        progress = {"iteration": 0, "step": 0, "returns": [], "finished": False}
-        progress = {key: saved[key] for key in progress} if saved else progress
-        global_step, last_returns = progress["step"], deque(progress["returns"], maxlen=100)
         if rank == 0:  # what the run logged after its checkpoint is purged: it is logged again
             writer = on_exit.enter_context(SummaryWriter(path.parent, purge_step=global_step + 1))
         if rank == 0 and not saved:
@@ -593,7 +584,7 @@ def train(args: Args) -> float:
             # As one event, which costs a tenth of an add_scalar for each.
             values = [Summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
             writer.file_writer.add_summary(Summary(value=values), step)
-            if wandb_run:
+            if args.track:
                 wandb_run.log({**scalars, "global_step": step})
 
         # The rollout is kept on the host, where environments and advantages need it.
@@ -613,10 +604,11 @@ def train(args: Args) -> float:
         def save() -> None:
             if rank > 0:
                 return
-            # First to another file: at any moment, the one at path is whole.
+            # First to another file: at any moment, the one at path is whole. By way of a buffer,
+            # as torch.save raises a RuntimeError where a disk is full, which could mean anything.
             writer.flush()
             state = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"args": asdict(replace(args, resume=None)), **progress}
+            state = progress | state | {"args": asdict(replace(args, resume=None))}
             content, temporary = io.BytesIO(), path.with_suffix(".tmp")
             torch.save(state, content)
             try:
@@ -641,7 +633,7 @@ def train(args: Args) -> float:
 
         on_exit.push(save_if_worker_died)
         bar = {"total": num_iterations * batch_size, "initial": global_step, "unit": "step"}
-        bar = on_exit.enter_context(tqdm(**bar, unit_scale=True, disable=rank > 0 or None))
+        bar = training.enter_context(tqdm(**bar, unit_scale=True, disable=rank > 0 or None))
         start_time = time.perf_counter()
         for iteration in range(begin, num_iterations):
             # Environments can't be saved. So that a resumed run goes the same way, every run makes
@@ -709,11 +701,10 @@ def train(args: Args) -> float:
             where = f"iteration {iteration}, up to step {global_step:,}"
             check_finite(where, observation=obs, reward=rewards, **metrics)
             values, targets = gather(first.values), gather(first.returns)
-            explained_variance = 1 - (targets - values).var() / targets.var()
+            metrics["explained_variance"] = (1 - (targets - values).var() / targets.var()).item()
             scalars = {f"losses/{name}": x for name, x in metrics.items()}
             scalars |= agent.finish_iteration(rollout.obs[:-1])
             scalars |= {"charts/learning_rate": learning_rate.item(), "charts/SPS": sps}
-            scalars["losses/explained_variance"] = explained_variance.item()
             debug = {"value": values, "value_target": targets, "advantage": targets - values}
             scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
             log(global_step, scalars)
@@ -730,8 +721,7 @@ def train(args: Args) -> float:
                     print(f"stopped: go on with --resume {path.parent}", file=sys.stderr)
                 sys.exit(128 + stop[0])
         seconds = time.perf_counter() - start_time
-        catching.close()
-        bar.close()
+        training.close()
 
         # ------------------------------------- evaluation -------------------------------------
         score = float(np.mean(last_returns or np.nan))
@@ -753,7 +743,9 @@ if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
         if run := args.resume or args.evaluate:  # whose own arguments take the defaults' place
-            args = tyro.cli(Args, default=Args(**load_checkpoint(run)[1]["args"]))
+            own = load_checkpoint(run)[1]["args"]
+            args = tyro.cli(Args, default=Args(**own | {"env_kwargs": {}}))
+            args.env_kwargs = own["env_kwargs"] | args.env_kwargs
         train(args)
         gc.freeze()  # to exit sooner: no search for cycles in all that was imported
     except (UsageError, OSError) as error:

@@ -114,6 +114,17 @@ def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
         raise UsageError(f"{args.env_id} refuses {refused}: {error!r}; leave it out") from error
 
 
+class WithoutInfo(gym.Wrapper):
+    """Drop `info`: nothing here needs it, and not every one can be batched, nor is it free."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        return self.env.reset(**kwargs)[0], {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        return obs, reward, terminated, truncated, {}
+
+
 def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.VectorEnv:
     """Make the environments (detail 1): vectors to observe, actions around -1 .. 1, raw rewards.
 
@@ -136,7 +147,7 @@ def make_envs(args: Args, video_folder: Path | None = None) -> gym.vector.Vector
             env.render()  # to fail here, before the training, where no renderer is
             video = str(video_folder / f"video-{datetime.now():%Y%m%d-%H%M%S-%f}")
             env = RecordVideo(env, video, episode_trigger=lambda i: i < args.eval_episodes)
-        return env
+        return WithoutInfo(env)
 
     envs = make_vec(args, **mode, wrappers=[prepare])
     obs_space, space = envs.single_observation_space, envs.single_action_space
@@ -177,7 +188,7 @@ def gather(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Sequential):
-    """Two tanh layers without `nn.Module.__call__`, which takes a third of the time here."""
+    """Two tanh layers without `nn.Module.__call__`, which takes a few percent of the time here."""
 
     def __init__(self, num_inputs: int, num_outputs: int, std: float) -> None:
         first, second = layer_init(nn.Linear(num_inputs, 64)), layer_init(nn.Linear(64, 64))
@@ -246,7 +257,7 @@ class Agent(nn.Module):
     def normalize(self, obs: Tensor) -> Tensor:
         """Observations in units of the standard deviations seen so far (details 28 and 29)."""
         mean, var = self.obs_statistics.mean, self.obs_statistics.var
-        return nn.functional.batch_norm(obs.float(), mean, var, eps=1e-8).clamp(-10, 10)
+        return ((obs.float() - mean) / (var + 1e-8).sqrt()).clamp(-10, 10)
 
     def policy(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log standard deviation of the actions, (B, k) or (k,), for normalized obs."""
@@ -320,35 +331,28 @@ class Agent(nn.Module):
         return {"charts/policy_std": std}
 
 
-def compute_advantages(
-    rewards: np.ndarray,
-    values: np.ndarray,
-    next_values: np.ndarray,
-    terminations: np.ndarray,
-    dones: np.ndarray,
-    gamma: float,
-    gae_lambda: float,
-) -> np.ndarray:
-    """Generalized advantage estimation (arXiv:1506.02438, equation 16; detail 5).
-
-    Arrays are (num_steps, num_envs). `next_values` are of what a step led to, before any reset.
-    After a termination nothing follows; after a truncation (in `dones` too) what would have.
-    """
-    deltas = rewards + gamma * next_values * ~terminations - values
-    discounts = gamma * gae_lambda * ~dones
-    advantages = np.zeros_like(values)
-    last_advantage = np.zeros_like(values[0])
-    for t in reversed(range(len(values))):
-        advantages[t] = last_advantage = deltas[t] + discounts[t] * last_advantage
-    return advantages
-
-
 # What num_envs environments did in num_steps steps. Arrays and tensors are (num_steps, num_envs,
 # ...), but obs has the next step's too; final_obs maps the (step, environment) of a truncation to
 # the last observation there, which the reset keeps out of obs.
 Rollout = namedtuple("Rollout", "obs actions rewards terminations dones final_obs")
 # Samples to learn from, along the first dimension of each tensor.
 Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")
+
+
+def compute_advantages(
+    rollout: Rollout, values: np.ndarray, next_values: np.ndarray, args: Args
+) -> np.ndarray:
+    """Generalized advantage estimation (arXiv:1506.02438, equation 16; detail 5).
+
+    Arrays are (num_steps, num_envs). `next_values` are of what a step led to, before any reset.
+    After a termination nothing follows; after a truncation (in `dones` too) what would have.
+    """
+    deltas = rollout.rewards + args.gamma * next_values * ~rollout.terminations - values
+    discounts = args.gamma * args.gae_lambda * ~rollout.dones
+    advantages, last_advantage = np.zeros_like(values), 0.0
+    for t in reversed(range(len(values))):
+        advantages[t] = last_advantage = deltas[t] + discounts[t] * last_advantage
+    return advantages
 
 
 LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
@@ -410,8 +414,8 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args, logprobs: Tensor | No
 
     `logprobs` are those of the policy that acted, (samples,): the agent's, unless given.
     """
-    obs, actions, rewards, terminations, dones, final_obs = rollout
-    samples = obs[:-1].flatten(0, 1), actions.flatten(0, 1)
+    obs, final_obs = rollout.obs, rollout.final_obs
+    samples = obs[:-1].flatten(0, 1), rollout.actions.flatten(0, 1)
     # In slices, so that the memory for activations doesn't grow with the rollout.
     slices = [x.split(256) for x in samples]
     if logprobs is None:
@@ -424,8 +428,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args, logprobs: Tensor | No
     if final_obs:
         truncated_obs = torch.as_tensor(np.stack(list(final_obs.values()))).to(obs)
         next_values[tuple(np.transpose(list(final_obs)))] = agent.value(truncated_obs).cpu()
-    steps = rewards, values, next_values, terminations, dones
-    advantages = compute_advantages(*steps, args.gamma, args.gae_lambda)
+    advantages = compute_advantages(rollout, values, next_values, args)
     targets = torch.as_tensor(np.stack([advantages, advantages + values, values]))
     return Batch(*samples, logprobs, *targets.to(obs.device).flatten(1))
 
@@ -546,6 +549,10 @@ def train(args: Args) -> float:
     """
     with contextlib.ExitStack() as on_exit:
         # --------------------------------------- set-up ---------------------------------------
+        def plain(values: dict[str, Any]) -> dict[str, Any]:  # NumPy's numbers wouldn't load again
+            return {k: x.item() if isinstance(x, np.generic) else x for k, x in values.items()}
+
+        args = replace(args, **plain(vars(args) | {"env_kwargs": plain(args.env_kwargs)}))
         device = set_up(args, on_exit)
         rank, world_size, stamp = 0, 1, [f"{datetime.now():%Y%m%d-%H%M%S-%f}"]
         if dist.is_initialized():  # torchrun: each process has its share; the first one reports
@@ -573,10 +580,10 @@ def train(args: Args) -> float:
                 for either in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(either, signal.SIG_DFL)  # which ends the process at once
 
-        catching = on_exit.enter_context(contextlib.ExitStack())
+        training = on_exit.enter_context(contextlib.ExitStack())
         if threading.current_thread() is threading.main_thread() and not args.evaluate:
             for either in (signal.SIGINT, signal.SIGTERM):
-                catching.callback(signal.signal, either, signal.signal(either, catch))
+                training.callback(signal.signal, either, signal.signal(either, catch))
 
         eval_envs = None
         if args.eval_episodes:
@@ -584,7 +591,9 @@ def train(args: Args) -> float:
             seed_all(args.seed)
             eval_envs = make_envs(replace(args, num_envs=1), video_folder)
             on_exit.callback(eval_envs.close)
-        begin = saved["iteration"] if saved else 0
+        progress = saved or {"iteration": 0, "step": 0, "returns": [], "finished": False}
+        begin, global_step = progress["iteration"], progress["step"]
+        last_returns = deque(progress["returns"], maxlen=100)
         seed_all(args.seed, begin, rank)
         envs = eval_envs if args.evaluate else make_envs(own_args)
         on_exit.callback(lambda: envs.close())
@@ -609,14 +618,13 @@ def train(args: Args) -> float:
         # The last one, if resumed; a tensor, so that compiled code doesn't depend on its value.
         learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=device)
         optimizer.param_groups[0]["lr"] = learning_rate
-        learn = gradient_step
-        if args.compile:  # on a GPU, as CUDA graphs
-            learn = torch.compile(gradient_step, mode="reduce-overhead")
+        # On a GPU, as CUDA graphs; without --compile, it is gradient_step itself.
+        learn = torch.compile(gradient_step, mode="reduce-overhead", disable=not args.compile)
 
-        wandb_run = None
         if args.track:
             where = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            where |= {"name": path.parent.name, "id": path.parent.name, "resume": "allow"}
+            run = path.resolve().parent.name
+            where |= {"name": run, "id": run, "resume": "allow"}
             try:
                 import wandb
 
@@ -627,9 +635,6 @@ def train(args: Args) -> float:
                 raise UsageError(f"--track failed at Weights & Biases: {error}") from error
             wandb_run.define_metric("*", step_metric="global_step")
             on_exit.callback(wandb_run.finish)
-        progress = {"iteration": 0, "step": 0, "returns": [], "finished": False}
-        progress = {key: saved[key] for key in progress} if saved else progress
-        global_step, last_returns = progress["step"], deque(progress["returns"], maxlen=100)
         if rank == 0:  # what the run logged after its checkpoint is purged: it is logged again
             writer = on_exit.enter_context(SummaryWriter(path.parent, purge_step=global_step + 1))
         if rank == 0 and not saved:
@@ -642,7 +647,7 @@ def train(args: Args) -> float:
             # As one event, which costs a tenth of an add_scalar for each.
             values = [Summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
             writer.file_writer.add_summary(Summary(value=values), step)
-            if wandb_run:
+            if args.track:
                 wandb_run.log({**scalars, "global_step": step})
 
         # The rollout is kept on the host, where environments and advantages need it.
@@ -662,10 +667,11 @@ def train(args: Args) -> float:
         def save() -> None:
             if rank > 0:
                 return
-            # First to another file: at any moment, the one at path is whole.
+            # First to another file: at any moment, the one at path is whole. By way of a buffer,
+            # as torch.save raises a RuntimeError where a disk is full, which could mean anything.
             writer.flush()
             state = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"args": asdict(replace(args, resume=None)), **progress}
+            state = progress | state | {"args": asdict(replace(args, resume=None))}
             content, temporary = io.BytesIO(), path.with_suffix(".tmp")
             torch.save(state, content)
             try:
@@ -690,7 +696,7 @@ def train(args: Args) -> float:
 
         on_exit.push(save_if_worker_died)
         bar = {"total": num_iterations * batch_size, "initial": global_step, "unit": "step"}
-        bar = on_exit.enter_context(tqdm(**bar, unit_scale=True, disable=rank > 0 or None))
+        bar = training.enter_context(tqdm(**bar, unit_scale=True, disable=rank > 0 or None))
         start_time = time.perf_counter()
         for iteration in range(begin, num_iterations):
             # Environments can't be saved. So that a resumed run goes the same way, every run makes
@@ -758,11 +764,10 @@ def train(args: Args) -> float:
             where = f"iteration {iteration}, up to step {global_step:,}"
             check_finite(where, observation=obs, reward=rewards, **metrics)
             values, targets = gather(first.values), gather(first.returns)
-            explained_variance = 1 - (targets - values).var() / targets.var()
+            metrics["explained_variance"] = (1 - (targets - values).var() / targets.var()).item()
             scalars = {f"losses/{name}": x for name, x in metrics.items()}
             scalars |= agent.finish_iteration(rollout.obs[:-1])
             scalars |= {"charts/learning_rate": learning_rate.item(), "charts/SPS": sps}
-            scalars["losses/explained_variance"] = explained_variance.item()
             debug = {"value": values, "value_target": targets, "advantage": targets - values}
             scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
             log(global_step, scalars)
@@ -779,8 +784,7 @@ def train(args: Args) -> float:
                     print(f"stopped: go on with --resume {path.parent}", file=sys.stderr)
                 sys.exit(128 + stop[0])
         seconds = time.perf_counter() - start_time
-        catching.close()
-        bar.close()
+        training.close()
 
         # ------------------------------------- evaluation -------------------------------------
         score = float(np.mean(last_returns or np.nan))
@@ -802,7 +806,9 @@ if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
         if run := args.resume or args.evaluate:  # whose own arguments take the defaults' place
-            args = tyro.cli(Args, default=Args(**load_checkpoint(run)[1]["args"]))
+            own = load_checkpoint(run)[1]["args"]
+            args = tyro.cli(Args, default=Args(**own | {"env_kwargs": {}}))
+            args.env_kwargs = own["env_kwargs"] | args.env_kwargs
         train(args)
         gc.freeze()  # to exit sooner: no search for cycles in all that was imported
     except (UsageError, OSError) as error:

@@ -283,5 +283,16 @@ class Breaks(Probe):
         return self.observe(), reward, False, False, {}
 
 
+class Talks(Probe):
+    """Infos that no vector environment can batch: of shapes and types that vary."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """End the episode with an info of one kind or another."""
+        *rest, _ = super().step(action)
+        kind = self.np_random.integers(3)
+        infos = {}, {"winner": None, "end": "lost"}, {"winner": 1, "end": 3}
+        return *rest, infos[kind] | {"moves": np.arange(kind), "episode": 2}
+
+
 for probe in [Probe, *Probe.__subclasses__()]:
     gym.register(f"{probe.__name__}-v0", probe)

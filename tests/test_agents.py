@@ -212,6 +212,21 @@ def test_normalized_observations() -> None:
     torch.testing.assert_close(copy.value(obs[0]), agent.value(obs[0]))
 
 
+def test_large_observations() -> None:
+    """What is learned from sees what acted, also where numbers are large and hardly change."""
+    agent = continuous_agent()
+    agent.actor[-1].weight.data.normal_()
+    center = torch.tensor([100.1, 2026.0, 101325.3, 12345.678, 1234567.0])
+    obs = center + torch.tensor([0.0, 0.0, 0.0, 1e-3, 1.0]) * torch.randn(32, 64, 5)
+    agent.finish_iteration(obs)
+    rows = obs.flatten(0, 1)
+    mean, _ = agent.policy(agent.normalize(rows))
+    torch.testing.assert_close(
+        agent.normalize(rows)[:, -1].std(), torch.tensor(1.0), rtol=0.1, atol=0
+    )
+    assert_same(agent.make_act()(rows.numpy()), mean)
+
+
 def test_scaled_rewards() -> None:
     """Rewards are divided by the deviation of the discounted return, which episodes restart."""
     agent = continuous_agent()

@@ -294,6 +294,28 @@ def test_evaluation_from_the_file(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert [*Path("runs").iterdir()] == [run]
 
 
+def test_keywords_of_an_evaluation() -> None:
+    """An evaluation has its run's keywords for the environment, and those that it is given."""
+    run = trained("ppo", env_id="FrozenLake-v1", env_kwargs={"is_slippery": False})
+    flags = ["--evaluate", run, "--eval-episodes", 3, "--env-kwargs"]
+    stdout, stderr = command("ppo", *flags, "max_episode_steps", 1).communicate()
+    assert "greedy return 0.0, std 0.0, over" in stdout, stderr
+    sentence = refusal("ppo", *flags, "legs", 5)
+    assert "--env-kwargs is_slippery False or --env-kwargs legs 5" in sentence
+
+
+def test_numbers_of_numpy() -> None:
+    """A run whose arguments are NumPy's numbers, as a search draws them, can be evaluated."""
+    numbers = {"learning_rate": np.float64(1e-3), "seed": np.int64(3), "num_steps": np.int32(128)}
+    kwargs = {"max_episode_steps": np.int64(10)}
+    run = trained("ppo", eval_episodes=1, env_kwargs=kwargs, **numbers)
+    script = MODULES["ppo"]
+    _, saved = script.load_checkpoint(str(run))
+    assert {type(saved["args"][name]) for name in numbers} == {int, float}
+    assert saved["args"]["env_kwargs"] == {"max_episode_steps": 10}
+    assert script.train(script.Args(**saved["args"] | {"evaluate": str(run)})) == 10
+
+
 def test_evaluation_favours_no_episode(capsys: pytest.CaptureFixture) -> None:
     """Short and long episodes count as they come: here 1 and 99 steps in turn, 1 a step."""
     flags = {"env_id": "probe_envs:Alternating-v0", "eval_episodes": 6, "num_envs": 4}

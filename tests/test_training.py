@@ -130,6 +130,17 @@ def test_final_observations(
     assert {float(x[0]) for x in kept[0].values()} == {7.0}
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize("script", [ppo, ppo_continuous])
+def test_infos_of_any_kind(script: Any, vectorization: str) -> None:
+    """What an environment tells in its infos can't stop a run, whatever it is."""
+    kwargs = {"env_id": "probe_envs:Talks-v0", "vectorization": vectorization, "eval_episodes": 3}
+    kwargs["env_kwargs"] = {"continuous": script is ppo_continuous}
+    score = script.train(script.Args(total_timesteps=128, num_envs=4, num_steps=32, **kwargs))
+    assert score == 1.0
+    assert len(scalars("charts/episodic_return")) == 128
+
+
 def test_score_of_no_episode() -> None:
     """Where no episode ended, the score is not a number."""
     args = ppo_continuous.Args(eval_episodes=0, total_timesteps=2048, env_id="HalfCheetah-v5")
