@@ -133,26 +133,29 @@ class LastScreens(gym.vector.VectorWrapper):
 
 
 class ForLearning(gym.vector.VectorWrapper):
-    """Report a lost life as a termination, and play on (detail 16); put the screens last.
+    """Report a lost life as a termination, and play on (detail 16), by pressing fire in place of
+    the next action, as many games wait for it (detail 17); put the screens last.
 
     Observations are (84, 84, 4): convolutions are the fastest in this order.
     """
 
     def __init__(self, env: gym.vector.VectorEnv) -> None:
         super().__init__(env)
+        self.has_fire = ale_py.Action.FIRE in env.unwrapped.ale.get_action_set()[1:2]
         self.single_observation_space = Box(0, 255, (84, 84, 4), np.uint8)
         self.observation_space = Box(0, 255, (env.num_envs, 84, 84, 4), np.uint8)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         obs, info = self.env.reset(**kwargs)
-        self.lives = info["lives"].copy()
+        self.lives, self.lost = info["lives"].copy(), np.zeros(self.num_envs, bool)
         return np.stack(obs.swapaxes(0, 1), -1), info
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
         """Step the games; after one is over, its `lives` are already those of the next."""
+        actions = np.where(self.lost & self.has_fire, 1, actions)
         obs, rewards, terminations, truncations, info = self.env.step(actions)
-        lost = (info["lives"] < self.lives) & ~truncations
-        terminations, self.lives = terminations | lost, info["lives"].copy()
+        self.lost = (info["lives"] < self.lives) & ~truncations
+        terminations, self.lives = terminations | self.lost, info["lives"].copy()
         if "final_obs" in info:
             info["final_obs"] = info["final_obs"].transpose(0, 2, 3, 1)
         return np.stack(obs.swapaxes(0, 1), -1), rewards, terminations, truncations, info

@@ -53,10 +53,11 @@ def test_lives_and_games(monkeypatch: pytest.MonkeyPatch) -> None:
         reward_clipping=False,
     )
     _, info = envs.reset(seed=played["seed"])
-    games, totals, lengths = [], np.zeros(2), np.zeros(2)
+    games, totals, lengths, lost = [], np.zeros(2), np.zeros(2), np.zeros(2, bool)
     for t, actions in enumerate(played["actions"]):
         lives = info["lives"].copy()
-        _, raw, over, truncated, info = envs.step(actions)
+        _, raw, over, truncated, info = envs.step(np.where(lost, 1, actions))  # 1 serves the ball
+        lost = (info["lives"] < lives) & ~over
         totals, lengths = totals + raw, lengths + 1
         np.testing.assert_array_equal(rewards[t], np.sign(raw))
         np.testing.assert_array_equal(terminations[t], over | (info["lives"] < lives))
@@ -93,24 +94,46 @@ def test_a_time_limit_truncates() -> None:
     assert info["episode"]["l"][i] <= 100
 
 
+class Games(gym.vector.VectorEnv):
+    """Three games of which each step loses a life, and which cuts the first of them."""
+
+    num_envs = 3
+    screens = np.zeros((3, 4, 84, 84), np.uint8)
+
+    def __init__(self, game: str) -> None:
+        self.ale = gym.make_vec(game).unwrapped.ale
+        self.actions = []
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.lives = np.array([6, 6, 6])
+        return self.screens, {"lives": self.lives.copy()}
+
+    def step(self, actions: np.ndarray) -> Any:
+        self.actions.append(actions.tolist())
+        self.lives -= [1, 1, 0]
+        no, cut = np.zeros(3, bool), np.array([True, False, False])
+        return self.screens, np.zeros(3), no, cut, {"lives": self.lives.copy()}
+
+
 def test_a_time_limit_after_an_extra_life() -> None:
     """A cut game is no termination, although the next one begins with fewer lives."""
-
-    class Games(gym.vector.VectorEnv):
-        num_envs = 2
-        screens = np.zeros((2, 4, 84, 84), np.uint8)
-
-        def reset(self, **kwargs: Any) -> Any:
-            return self.screens, {"lives": np.array([6, 6])}
-
-        def step(self, actions: Any) -> Any:
-            cut = np.array([True, False])
-            return self.screens, None, np.zeros(2, bool), cut, {"lives": np.array([5, 5])}
-
-    envs = ppo_atari.ForLearning(Games())
+    envs = ppo_atari.ForLearning(Games("ALE/Breakout-v5"))
     envs.reset()
-    _, _, terminations, _, _ = envs.step(None)
-    assert terminations.tolist() == [False, True]
+    terminations = envs.step(np.zeros(3, np.int64))[2]
+    assert terminations.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("game", "second"), [("ALE/Breakout-v5", [3, 1, 3]), ("ALE/MsPacman-v5", [3, 3, 3])]
+)
+def test_fire_after_a_lost_life(game: str, second: list[int]) -> None:
+    """Fire is pressed after a lost life, not after the end of a game; where the game has it."""
+    envs = ppo_atari.ForLearning(Games(game))
+    for _ in range(2):
+        envs.reset()
+        for _ in range(2):
+            envs.step(np.full(3, 3))
+    assert envs.env.actions == [[3, 3, 3], second] * 2
 
 
 def test_the_screens_come_last() -> None:
