@@ -212,7 +212,7 @@ class Agent(nn.Module):
         super().__init__()
         self.convolutions = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),
-            nn.ReLU(inplace=True),  # in place, which takes less memory and time
+            nn.ReLU(inplace=True),  # in place: faster; not where its input is used again
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
             nn.ReLU(inplace=True),
             layer_init(nn.Conv2d(64, 64, 3)),
@@ -295,6 +295,7 @@ def compute_advantages(
     return advantages
 
 
+# What `ppo_loss` reports, in this order, each the mean of (B,) numbers; then `gradient_step`.
 LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
 METRICS = [*LOSSES, "grad_norm"]
 
@@ -333,7 +334,7 @@ def gradient_step(
 ) -> Tensor:
     """Learn from the minibatch of these indices; return the means that `METRICS` names."""
     loss, metrics = ppo_loss(agent, Batch(*(x.index_select(0, indices) for x in batch)), args)
-    parameters = optimizer.param_groups[0]["params"]
+    parameters = [x for g in optimizer.param_groups for x in g["params"] if x.requires_grad]
     gradients = torch.autograd.grad(loss, parameters)
     flat = torch.cat([x.flatten() for x in gradients])  # fewer operations, and one message
     if dist.is_initialized():  # the mean over all processes
@@ -402,7 +403,7 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
     # Forget what an earlier call of train compiled. Were the compiler, which Adam needs too, first
     # imported later, it would keep the process group's threads alive, which abort the process.
     torch.compiler.reset()
-    if world_size > 1 and device == "cuda":
+    if world_size > 1 and device.startswith("cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         probe = torch.zeros(1, device=device)
@@ -413,13 +414,15 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
             torch.cuda.set_device(probe.device)
         dist.init_process_group("nccl" if probe.is_cuda else "gloo")
         on_exit.callback(dist.destroy_process_group)
+        on_exit.callback(torch.compiler.reset)  # before: NCCL waits for CUDA graphs that use it
     on_exit.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.compile and not args.evaluate:
         # Otherwise the gradients' computation would be left out of the compiled code.
         on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
-        torch._logging.set_logs(dynamo=logging.ERROR)  # it warns of Adam's profiler marks
+        quiet = logging.getLogger("torch._dynamo.variables.ctx_manager")
+        quiet.setLevel(logging.ERROR)  # it warns of Adam's profiler marks
         try:
             torch.compile(lambda x: x + 1)(probe)
         except Exception as error:
@@ -540,8 +543,9 @@ def train(args: Args) -> float:
         torch.manual_seed(args.seed)  # all processes of a job begin with the same weights
         agent = Agent(envs, args).to(device)
         adam = {"lr": args.learning_rate, "eps": 1e-5, "fused": not args.compile}  # detail 3
-        adam["capturable"] = args.compile and device.type == "cuda"
+        adam["capturable"] = adam["foreach"] = args.compile and device.type == "cuda"
         optimizer = torch.optim.Adam(agent.parameters(), **adam)
+        rates = [group["lr"] for group in optimizer.param_groups]
         if saved:
             try:
                 agent.load_state_dict(saved["agent"])
@@ -555,9 +559,8 @@ def train(args: Args) -> float:
         for x in [*agent.parameters(), *moments]:
             x.data = x.data.contiguous()
 
-        # The last one, if resumed; a tensor, so that compiled code doesn't depend on its value.
-        learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=device)
-        optimizer.param_groups[0]["lr"] = learning_rate
+        for group in optimizer.param_groups:  # a tensor: compiled code doesn't depend on its value
+            group["lr"] = torch.as_tensor(group["lr"], device=device)
         # On a GPU, as CUDA graphs; without --compile, it is gradient_step itself.
         learn = torch.compile(gradient_step, mode="reduce-overhead", disable=not args.compile)
 
@@ -672,7 +675,8 @@ def train(args: Args) -> float:
             if args.anneal_lr:  # detail 4
                 past = iteration / num_iterations  # of the training, from 0 to 1
                 factors = {"linear": 1 - past, "cosine": 0.5 + 0.5 * math.cos(math.pi * past)}
-                learning_rate.fill_(args.learning_rate * factors[args.lr_schedule])
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"].fill_(rate * factors[args.lr_schedule])
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             tensors = (torch.as_tensor(x, device=device) for x in (obs, actions))
             rollout = Rollout(*tensors, scaled_rewards, terminations, dones, final_obs)
@@ -707,7 +711,8 @@ def train(args: Args) -> float:
             metrics["explained_variance"] = (1 - (targets - values).var() / targets.var()).item()
             scalars = {f"losses/{name}": x for name, x in metrics.items()}
             scalars |= agent.finish_iteration(rollout.obs[:-1])
-            scalars |= {"charts/learning_rate": learning_rate.item(), "charts/SPS": sps}
+            learning_rate = optimizer.param_groups[0]["lr"].item()
+            scalars |= {"charts/learning_rate": learning_rate, "charts/SPS": sps}
             debug = {"value": values, "value_target": targets, "advantage": targets - values}
             scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
             log(global_step, scalars)

@@ -208,7 +208,7 @@ class MLP(nn.Sequential):
         def forward(x: np.ndarray) -> np.ndarray:
             return np.tanh(np.tanh(x @ w1 + b1) @ w2 + b2) @ w3 + b3
 
-        x = torch.ones(1, len(w1))
+        x = torch.linspace(-3, 3, len(w1))[None]
         expected = self(x.to(self[0].weight.device)).detach().cpu()
         same = np.allclose(forward(x.numpy()), expected, 1e-3, 1e-4, equal_nan=True)
         assert same, "the layers were changed: change numpy, too"
@@ -259,34 +259,32 @@ class Agent(nn.Module):
         mean, var = self.obs_statistics.mean, self.obs_statistics.var
         return ((obs.float() - mean) / (var + 1e-8).sqrt()).clamp(-10, 10)
 
-    def policy(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log standard deviation of the actions, (B, k) or (k,), for normalized obs."""
-        mean, log_std = self.actor(obs), self.log_std  # the same in every state (detail 24)
+    def policy(self, obs: Any, actor: Callable[[Any], Any], log_std: Any) -> tuple[Any, Any]:
+        """Mean, (B, k), and log standard deviation, (k,) or (B, k), for normalized obs.
+
+        The three arguments are PyTorch's, to learn, or NumPy's, to act.
+        """
+        mean, k = actor(obs), len(log_std)  # log_std is the same in every state (detail 24)
         if self.state_std:
-            mean, deviation = mean.chunk(2, -1)
-            log_std = (log_std + deviation).clamp(self.log_std_min)
+            mean, log_std = mean[:, :k], (log_std + mean[:, k:]).clip(self.log_std_min)
         return mean, log_std
 
     def sample_noise(self, *shape: int) -> np.ndarray:
-        """Gaussian noise for `make_act`, (*shape, k): scaled here, unless the state decides."""
-        noise, std = torch.randn(*shape, *self.log_std.shape), self.log_std.detach().cpu().exp()
-        return (noise if self.state_std else noise * std).numpy()
+        """Standard Gaussian noise for `make_act`, (*shape, k)."""
+        return torch.randn(*shape, len(self.log_std)).numpy()
 
     def make_act(self) -> Callable[..., np.ndarray]:
         """A function of observations and noise, valid until the weights change: actions, (B, k),
-        before any tanh, the mode or, with noise, a sample (detail 23).
+        as `make_envs` takes them, the mode or, with noise, a sample (detail 23).
         """
-        actor, log_std = self.actor.numpy(), self.log_std.detach().cpu().numpy()
+        network = self.actor.numpy(), self.log_std.detach().cpu().numpy()
         center = self.obs_statistics.mean.cpu().numpy()
         scale = (self.obs_statistics.var + 1e-8).sqrt().cpu().numpy()
 
         def act(obs: np.ndarray, noise: np.ndarray | float = 0.0) -> np.ndarray:
             obs = (np.asarray(obs, np.float32) - center) / scale
-            mean = actor(np.minimum(np.maximum(obs, -10), 10))
-            if self.state_std:
-                mean, deviation = np.split(mean, 2, -1)
-                noise = noise * np.exp(np.maximum(log_std + deviation, self.log_std_min))
-            return mean + noise
+            mean, log_std = self.policy(np.minimum(np.maximum(obs, -10), 10), *network)
+            return mean + noise * np.exp(log_std)
 
         return act
 
@@ -297,7 +295,7 @@ class Agent(nn.Module):
     def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, ...]:
         """Log-probability and entropy, summed over the k actions (detail 25), and value, (B,)."""
         obs = self.normalize(obs)
-        mean, log_std = self.policy(obs)
+        mean, log_std = self.policy(obs, self.actor, self.log_std)
         std, k = log_std.exp(), len(self.log_std)
         log_scale = log_std.sum(-1) + 0.5 * math.log(2 * math.pi) * k
         logprobs = -0.5 * ((actions - mean) / std).square().sum(-1) - log_scale
@@ -325,7 +323,8 @@ class Agent(nn.Module):
         """
         obs = obs.flatten(0, 1).float()
         with torch.no_grad():
-            std = gather(self.policy(self.normalize(obs))[1].exp()).mean().item()
+            log_std = self.policy(self.normalize(obs), self.actor, self.log_std)[1]
+            std = gather(log_std.exp()).mean().item()
         self.obs_statistics.update(obs)
         self.log_std.data.clamp_(self.log_std_min)
         return {"charts/policy_std": std}
@@ -355,6 +354,7 @@ def compute_advantages(
     return advantages
 
 
+# What `ppo_loss` reports, in this order, each the mean of (B,) numbers; then `gradient_step`.
 LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
 METRICS = [*LOSSES, "grad_norm"]
 
@@ -393,7 +393,7 @@ def gradient_step(
 ) -> Tensor:
     """Learn from the minibatch of these indices; return the means that `METRICS` names."""
     loss, metrics = ppo_loss(agent, Batch(*(x.index_select(0, indices) for x in batch)), args)
-    parameters = optimizer.param_groups[0]["params"]
+    parameters = [x for g in optimizer.param_groups for x in g["params"] if x.requires_grad]
     gradients = torch.autograd.grad(loss, parameters)
     flat = torch.cat([x.flatten() for x in gradients])  # fewer operations, and one message
     if dist.is_initialized():  # the mean over all processes
@@ -462,7 +462,7 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
     # Forget what an earlier call of train compiled. Were the compiler, which Adam needs too, first
     # imported later, it would keep the process group's threads alive, which abort the process.
     torch.compiler.reset()
-    if world_size > 1 and device == "cuda":
+    if world_size > 1 and device.startswith("cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         probe = torch.zeros(1, device=device)
@@ -473,13 +473,15 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
             torch.cuda.set_device(probe.device)
         dist.init_process_group("nccl" if probe.is_cuda else "gloo")
         on_exit.callback(dist.destroy_process_group)
+        on_exit.callback(torch.compiler.reset)  # before: NCCL waits for CUDA graphs that use it
     on_exit.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.compile and not args.evaluate:
         # Otherwise the gradients' computation would be left out of the compiled code.
         on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
-        torch._logging.set_logs(dynamo=logging.ERROR)  # it warns of Adam's profiler marks
+        quiet = logging.getLogger("torch._dynamo.variables.ctx_manager")
+        quiet.setLevel(logging.ERROR)  # it warns of Adam's profiler marks
         try:
             torch.compile(lambda x: x + 1)(probe)
         except Exception as error:
@@ -600,8 +602,9 @@ def train(args: Args) -> float:
         torch.manual_seed(args.seed)  # all processes of a job begin with the same weights
         agent = Agent(envs, args).to(device)
         adam = {"lr": args.learning_rate, "eps": 1e-5, "fused": not args.compile}  # detail 3
-        adam["capturable"] = args.compile and device.type == "cuda"
+        adam["capturable"] = adam["foreach"] = args.compile and device.type == "cuda"
         optimizer = torch.optim.Adam(agent.parameters(), **adam)
+        rates = [group["lr"] for group in optimizer.param_groups]
         if saved:
             try:
                 agent.load_state_dict(saved["agent"])
@@ -615,9 +618,8 @@ def train(args: Args) -> float:
         for x in [*agent.parameters(), *moments]:
             x.data = x.data.contiguous()
 
-        # The last one, if resumed; a tensor, so that compiled code doesn't depend on its value.
-        learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"], device=device)
-        optimizer.param_groups[0]["lr"] = learning_rate
+        for group in optimizer.param_groups:  # a tensor: compiled code doesn't depend on its value
+            group["lr"] = torch.as_tensor(group["lr"], device=device)
         # On a GPU, as CUDA graphs; without --compile, it is gradient_step itself.
         learn = torch.compile(gradient_step, mode="reduce-overhead", disable=not args.compile)
 
@@ -732,7 +734,8 @@ def train(args: Args) -> float:
             if args.anneal_lr:  # detail 4
                 past = iteration / num_iterations  # of the training, from 0 to 1
                 factors = {"linear": 1 - past, "cosine": 0.5 + 0.5 * math.cos(math.pi * past)}
-                learning_rate.fill_(args.learning_rate * factors[args.lr_schedule])
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"].fill_(rate * factors[args.lr_schedule])
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             tensors = (torch.as_tensor(x, device=device) for x in (obs, actions))
             rollout = Rollout(*tensors, scaled_rewards, terminations, dones, final_obs)
@@ -767,7 +770,8 @@ def train(args: Args) -> float:
             metrics["explained_variance"] = (1 - (targets - values).var() / targets.var()).item()
             scalars = {f"losses/{name}": x for name, x in metrics.items()}
             scalars |= agent.finish_iteration(rollout.obs[:-1])
-            scalars |= {"charts/learning_rate": learning_rate.item(), "charts/SPS": sps}
+            learning_rate = optimizer.param_groups[0]["lr"].item()
+            scalars |= {"charts/learning_rate": learning_rate, "charts/SPS": sps}
             debug = {"value": values, "value_target": targets, "advantage": targets - values}
             scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
             log(global_step, scalars)

@@ -192,6 +192,29 @@ def test_learning_rate() -> None:
     assert rates["constant"] == pytest.approx([1] * 4)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_groups_of_parameters(
+    compiled: bool, train_agent: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hacker's optimizer: each group learns, at its own rate, which falls; what is frozen stays."""
+    adam, made = torch.optim.Adam, []
+
+    def two_rates(parameters: Any, lr: float, **kwargs: Any) -> torch.optim.Optimizer:
+        linear = [x for x in parameters if x.ndim == 2]  # the actor's three, and the critic's
+        linear[0].requires_grad_(False)
+        groups = [{"params": linear[:3]}, {"params": linear[3:], "lr": 4 * lr}]
+        made.append((adam(groups, lr=lr, **kwargs), linear, [x.clone() for x in linear]))
+        return made[0][0]
+
+    monkeypatch.setattr(torch.optim, "Adam", two_rates)
+    train_agent(ppo, total_timesteps=2048, compile=compiled)
+    optimizer, weights, before = made[0]
+    changed = [not torch.equal(x, y) for x, y in zip(weights, before, strict=True)]
+    assert changed == [False] + [True] * 5
+    rates = [group["lr"].item() for group in optimizer.param_groups]
+    assert rates == pytest.approx([2.5e-4 / 4, 1e-3 / 4])
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
