@@ -240,7 +240,8 @@ class Agent(nn.Module):
         a sample (the Gumbel-max trick).
         """
         device, agent = self.critic.weight.device, copy.deepcopy(self)
-        agent.convolutions.to(self.dtype)  # casts the weights once, not at each step
+        # Casts and orders the weights once, not at each step.
+        agent.convolutions.to(self.dtype, memory_format=torch.channels_last)
         agent.linear.to(self.dtype)
 
         @torch.inference_mode()
