@@ -196,7 +196,7 @@ def test_learning_rate() -> None:
 def test_groups_of_parameters(
     compiled: bool, train_agent: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hacker's optimizer: each group learns, at its own rate, which falls; what is frozen stays."""
+    """A hacker's optimizer: groups learn at their own rates, which fall; what is frozen stays."""
     adam, made = torch.optim.Adam, []
 
     def two_rates(parameters: Any, lr: float, **kwargs: Any) -> torch.optim.Optimizer:
