@@ -308,7 +308,7 @@ def compute_advantages(
     return advantages
 
 
-# What `ppo_loss` reports, in this order, each the mean of (B,) numbers; then `gradient_step`.
+# The means that `ppo_loss` reports, of (B,) numbers each, in this order; `gradient_step` adds one.
 LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
 METRICS = [*LOSSES, "grad_norm"]
 

@@ -141,7 +141,7 @@ class ForLearning(gym.vector.VectorWrapper):
 
     def __init__(self, env: gym.vector.VectorEnv) -> None:
         super().__init__(env)
-        self.has_fire = ale_py.Action.FIRE in env.unwrapped.ale.get_action_set()[1:2]
+        self.has_fire = ale_py.Action.FIRE in env.unwrapped.ale.get_action_set()[1:2]  # 1, or none
         self.single_observation_space = Box(0, 255, (84, 84, 4), np.uint8)
         self.observation_space = Box(0, 255, (env.num_envs, 84, 84, 4), np.uint8)
 
@@ -296,7 +296,7 @@ def compute_advantages(
     return advantages
 
 
-# What `ppo_loss` reports, in this order, each the mean of (B,) numbers; then `gradient_step`.
+# The means that `ppo_loss` reports, of (B,) numbers each, in this order; `gradient_step` adds one.
 LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
 METRICS = [*LOSSES, "grad_norm"]
 
