@@ -141,7 +141,7 @@ class ForLearning(gym.vector.VectorWrapper):
 
     def __init__(self, env: gym.vector.VectorEnv) -> None:
         super().__init__(env)
-        self.has_fire = ale_py.Action.FIRE in env.unwrapped.ale.get_action_set()[1:2]  # 1, or none
+        self.has_fire = ale_py.Action.FIRE in env.unwrapped.ale.get_action_set()[1:2]  # as action 1
         self.single_observation_space = Box(0, 255, (84, 84, 4), np.uint8)
         self.observation_space = Box(0, 255, (env.num_envs, 84, 84, 4), np.uint8)
 

@@ -1,13 +1,16 @@
 """The scripts as files: their text, their errors, and what they do alone in a folder."""
 
 import ast
+import csv
 import importlib
 import os
 import re
 import runpy
 import shutil
+import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,21 @@ def definitions(name: str) -> dict[str, str]:
         elif isinstance(node, ast.If):
             found["main"] = text
     return found
+
+
+def test_results_are_on_file() -> None:
+    """Every mean return in the README's tables is that of as many rows in runs.csv."""
+    scores, shown = defaultdict(list), 0
+    with (ROOT / "benchmark/results/runs.csv").open() as file:
+        for row in csv.DictReader(file):
+            scores[row["env_id"], row["script"], row["flags"]].append(float(row["score"]))
+    filed = {(key[0], str(len(x)), f"{statistics.mean(x):.1f}") for key, x in scores.items()}
+    for line in (ROOT / "README.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) in (9, 11) and cells[3].isdigit():  # environment, command, steps, seeds, mean
+            assert (cells[0], cells[3], cells[4].split(" ±")[0]) in filed, line
+            shown += 1
+    assert shown > 40
 
 
 def test_same_job_same_text() -> None:
