@@ -60,8 +60,8 @@ VARIANTS = [
 ]
 LANDER = "--num-envs 16 --num-steps 128 --total-timesteps"
 TO_200 = "--compile --num-envs 16 --num-steps 128 --gamma 0.999 --total-timesteps 1000000"
-TO_LAND = "--compile --num-envs 16 --num-minibatches 8 --update-epochs 10 --learning-rate 1e-3"
-TO_LAND += " --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss"
+LARGER = "--compile --num-envs 16 --num-minibatches 8 --update-epochs 10 --learning-rate 1e-3"
+FAR = "--gamma 0.999 --gae-lambda 0.98"
 EXPERIMENTS = [
     ("ppo_atari.py", "ALE/Pong-v5", 0, "--num-threads 1"),  # stopped by hand
     ("ppo_atari.py", "ALE/Breakout-v5", 1, "--bf16 --num-threads 1 --total-timesteps 500000"),
@@ -72,7 +72,9 @@ EXPERIMENTS = [
     ("ppo.py", "Taxi-v4", 3, "--num-envs 16 --learning-rate 1e-3"),
     ("ppo.py", "Taxi-v4", 3, "--num-envs 16 --learning-rate 1e-3 --mask-actions"),
     ("ppo.py", "third_party:MiniGrid-Picture-v0", 3, "--total-timesteps 50000"),
-    ("ppo.py", "LunarLander-v3", 5, TO_LAND),
+    ("ppo.py", "LunarLander-v3", 5, f"{LARGER} {FAR} --no-clip-vloss"),
+    ("ppo.py", "LunarLander-v3", 5, f"{LARGER} {FAR}"),
+    ("ppo.py", "LunarLander-v3", 3, f"{LARGER} --no-clip-vloss"),
     ("ppo_continuous.py", "LunarLanderContinuous-v3", 3, f"{LANDER} 100000"),
     ("ppo_continuous.py", "LunarLanderContinuous-v3", 3, f"{LANDER} 500000"),
     ("ppo_continuous.py", "LunarLanderContinuous-v3", 3, TO_200),
