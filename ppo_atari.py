@@ -54,7 +54,7 @@ class Args:
 
     env_id: str = "ALE/Breakout-v5"  # id of the environment; module:Name-v0 imports module first
     env_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)  # name value ...
-    total_timesteps: int = 10_000_000  # environment steps, all environments together
+    total_timesteps: int = 10_000_000  # environment steps, all together; rounded down to rollouts
     seed: int = 1  # seeds the environments, the network, the sampling and the shuffling
     exp_name: str = Path(__file__).stem  # part of the run folder's name
     device: str = "auto"  # cpu, cuda, cuda:N, mps, auto; an MLP is faster on cpu, a CNN on a GPU
@@ -67,7 +67,7 @@ class Args:
     wandb_project_name: str = "ppo"  # project there
     wandb_entity: str | None = None  # team there
 
-    checkpoint_interval: int = 500  # iterations between checkpoints, 0: only one at the end
+    checkpoint_interval: int = 500  # iterations between checkpoints, which cut episodes; 0: at end
     eval_episodes: int = 10  # greedy episodes to evaluate, after the training or with --evaluate
     capture_video: bool = False  # record those episodes in the run's folder
     resume: str | None = None  # go on with this run (its folder or its checkpoint)
@@ -111,7 +111,8 @@ def make_vec(args: Args, **kwargs: Any) -> gym.vector.VectorEnv:
         if not refused or isinstance(error, UsageError):
             raise
         refused = " or ".join(refused)
-        raise UsageError(f"{args.env_id} refuses {refused}: {error!r}; leave it out") from error
+        hint = "mend the environment, or leave that out"
+        raise UsageError(f"cannot make {args.env_id} with {refused}: {error!r}; {hint}") from error
 
 
 class LastScreens(gym.vector.VectorWrapper):
@@ -133,8 +134,9 @@ class LastScreens(gym.vector.VectorWrapper):
 
 
 class ForLearning(gym.vector.VectorWrapper):
-    """Report a lost life as a termination, and play on (detail 16), by pressing fire in place of
-    the next action, as many games wait for it (detail 17); put the screens last.
+    """Report a lost life as a termination, and play on (detail 16), by pressing fire, for which
+    many games wait (detail 17), in place of the next action, which is learned from all the same;
+    put the screens last.
 
     Observations are (84, 84, 4): convolutions are the fastest in this order.
     """
@@ -285,8 +287,8 @@ def compute_advantages(
 ) -> np.ndarray:
     """Generalized advantage estimation (arXiv:1506.02438, equation 16; detail 5).
 
-    Arrays are (num_steps, num_envs). `next_values` are of what a step led to, before any reset.
-    After a termination nothing follows; after a truncation (in `dones` too) what would have.
+    Arrays are (num_steps, num_envs). `next_values` are of what a step led to, before any reset;
+    after a termination they don't count. `dones` has truncations, too: the sum ends at both.
     """
     deltas = rollout.rewards + args.gamma * next_values * ~rollout.terminations - values
     discounts = args.gamma * args.gae_lambda * ~rollout.dones
@@ -376,7 +378,7 @@ def make_batch(agent: Agent, rollout: Rollout, args: Args, logprobs: Tensor | No
 
 
 def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
-    """Check sizes, set PyTorch up until `on_exit`, return the device. Raises `UsageError`."""
+    """Check sizes, set PyTorch up, return the device. Raises `UsageError`."""
     sizes = "num_envs num_steps num_minibatches update_epochs"
     for name in f"{sizes} learning_rate clip_coef max_grad_norm".split():
         if getattr(args, name) <= 0:
@@ -433,7 +435,7 @@ def set_up(args: Args, on_exit: contextlib.ExitStack) -> torch.device:
 
 
 def seed_all(*numbers: int) -> int:
-    """Seed all generators by the numbers; return another seed, for environments."""
+    """Seed all generators by the numbers; return another seed, below 2**30, for environments."""
     first, second = np.random.SeedSequence(numbers).generate_state(2).tolist()
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(first)
@@ -474,7 +476,7 @@ def evaluate(agent: Agent, envs: gym.vector.VectorEnv, args: Args) -> dict[str, 
         obs, _, _, _, info = envs.step(act(obs))
         steps += 1
         if steps == 100_000:
-            limit = "--env-kwargs max_episode_steps 1000 sets a limit, --eval-episodes 0 skips it"
+            limit = "--env-kwargs max_episode_steps 1000, for --evaluate or a new run, sets a limit"
             raise UsageError(f"a greedy episode of {args.env_id} doesn't end: {limit}")
         if "episode" in info:
             returns.append(float(info["episode"]["r"][0]))
@@ -629,13 +631,14 @@ def train(args: Args) -> float:
 
         def save_if_worker_died(kind: type, error: BaseException, trace: Any) -> None:
             interrupted = caught and kind is KeyboardInterrupt  # a worker was, too
-            if isinstance(error, EOFError | ConnectionError) or interrupted:
+            whole = global_step < progress["step"] + batch_size  # no update has begun
+            if whole and (isinstance(error, EOFError | ConnectionError) or interrupted):
                 for vector_env in filter(None, (envs, eval_envs)):
                     for process in getattr(vector_env.unwrapped, "processes", ()):
                         process.kill()
                     vector_env.unwrapped.closed = True  # its processes couldn't be closed
                 save()
-                died = f"an environment's process or connection died ({error!r})"
+                died = f"a process, or the connection to one, died ({error!r})"
                 raise UsageError(f"{died}: go on with --resume {path.parent}") from error
 
         on_exit.push(save_if_worker_died)
@@ -700,7 +703,9 @@ def train(args: Args) -> float:
             if dist.is_initialized():
                 dist.all_gather_object(news, news[0])
             stop = next((numbers for _, numbers in news if numbers), [])
-            for step, total, length in sorted(x for own, _ in news for x in own):
+            # By step alone: by return, too, last_returns would lose the worst of a step first.
+            ended = sorted((x for own, _ in news for x in own), key=lambda x: x[0])
+            for step, total, length in ended:
                 last_returns.append(total)
                 log(step, {"charts/episodic_return": total, "charts/episodic_length": length})
             sps = (global_step - begin * batch_size) / (time.perf_counter() - start_time)
@@ -758,6 +763,6 @@ if __name__ == "__main__":
         train(args)
         gc.freeze()  # to exit sooner: no search for cycles in all that was imported
     except (UsageError, OSError) as error:
-        kept = "; the last checkpoint is untouched" if isinstance(error, OSError) else ""
+        kept = "; any checkpoint is untouched" if isinstance(error, OSError) else ""
         print(f"{Path(__file__).name}: {error}{kept}", file=sys.stderr)
         sys.exit(2)

@@ -73,12 +73,13 @@ def results(runs: list[tuple[str, str, int, str]], others: bool = True) -> None:
         cells += [mean_and_spread(scores), f"{min(scores):.1f} .. {max(scores):.1f}"]
         cells += [mean_and_spread(greedy), f"{median(rows, 'wall_clock_s') / 60:.1f}"]
         cells += [", ".join(sorted({row["commit"][:7] + row["commit"][10:] for row in rows}))]
-        cells += published(env_id) if others else []
+        if others:
+            cells += published(env_id) if SHORT not in flags else [""] * len(PUBLISHED)
         print(f"| {' | '.join(cells)} |")
 
 
 def paired(env_id: str, variant: tuple[str, str], reference: tuple[str, str]) -> None:
-    """Print how two variants' mean returns over all of a run differ, paired by seed."""
+    """Print how the means of two variants' learning curves differ, paired by seed."""
     curves = defaultdict(lambda: defaultdict(list))
     for row in read("curves.csv"):
         if row["env_id"] == env_id:
@@ -133,7 +134,7 @@ def main() -> None:
     results(VARIANTS)
     results(EXPERIMENTS, others=False)
     speeds()
-    print("\nMean return over a run (paired, standard error):")
+    print("\nMean of the learning curve (paired, standard error):")
     paired("CartPole-v1", ("ppo.py", "--compile"), ("ppo.py", ""))
     paired("CartPole-v1", (f"{TWO} ppo.py", ""), ("ppo.py", ""))
     eager = "ppo_continuous.py", ""

@@ -76,11 +76,11 @@ def failing(script: Any, name: str, call: int, error: BaseException) -> Any:
     """Let the `call`-th call of a script's function fail."""
     function, calls = getattr(script, name), []
 
-    def fail(*args: Any) -> Any:
+    def fail(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if len(calls) == call:
             raise error
-        return function(*args)
+        return function(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, name, fail)
@@ -368,6 +368,16 @@ def test_not_finite_and_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
         trained("ppo", **flags)
     _, saved = script.load_checkpoint(str(only_run()))
     assert all(torch.isfinite(x).all() for x in saved["agent"].values())
+
+
+def test_a_connection_lost_while_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that breaks after an update leaves the checkpoint of before, whole."""
+    broken = failing(MODULES["ppo"], "check_finite", 3, BrokenPipeError("no"))
+    with broken, pytest.raises(BrokenPipeError):
+        trained("ppo", checkpoint_interval=2)
+    _, saved = MODULES["ppo"].load_checkpoint(str(only_run()))
+    steps = {int(x["step"]) for x in saved["optimizer"]["state"].values()}
+    assert (saved["iteration"], steps) == (2, {2 * 4 * 4})
 
 
 def test_stopped_in_the_last_iteration(monkeypatch: pytest.MonkeyPatch) -> None:

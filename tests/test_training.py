@@ -98,6 +98,19 @@ def test_every_episode_counts() -> None:
     assert score == 1.0
 
 
+def test_the_last_episodes_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 150 episodes end in one step, the score is of the last 100 in order, not the best."""
+    made, make_envs = [], ppo.make_envs
+    monkeypatch.setattr(ppo, "make_envs", lambda *a: made.append(make_envs(*a)) or made[-1])
+    flags = {"env_id": "probe_envs:Drawn-v0", "num_envs": 150, "num_steps": 8, "eval_episodes": 0}
+    score = ppo.train(ppo.Args(total_timesteps=1200, **flags))
+    returns = made[0].unwrapped.get_attr("worth")
+    assert score == pytest.approx(np.mean(returns[50:]))
+    assert score < np.mean(sorted(returns)[50:]) - 0.1
+    logged = [value for _, value in scalars("charts/episodic_return")]
+    assert logged[-150:] == pytest.approx(returns)
+
+
 def test_truncated_episodes_count() -> None:
     """CartPole cut after ten steps has returns of ten, or less where the pole fell before."""
     kwargs = {"max_episode_steps": 10}
