@@ -2,7 +2,7 @@
 
 Actions: Box, with finite bounds. Observations: whatever flattens to a vector.
 
-    python ppo_continuous.py --env-id HalfCheetah-v5    # minutes, to a return of about 6000
+    python ppo_continuous.py --env-id HalfCheetah-v5    # minutes, to a return of about 5500
     python ppo_continuous.py --env-id Hopper-v5 --seed 2
     python ppo_continuous.py --env-id Pendulum-v1 --env-kwargs g 9.81
     python ppo_continuous.py --resume runs/NAME    # go on with a run that was stopped or killed
@@ -266,7 +266,7 @@ class Agent(nn.Module):
         The three arguments are PyTorch's, to learn, or NumPy's, to act.
         """
         mean, k = actor(obs), len(log_std)  # log_std is the same in every state (detail 24)
-        if self.state_std:
+        if self.state_std:  # the floor stops the gradient of what is below it
             mean, log_std = mean[:, :k], (log_std + mean[:, k:]).clip(self.log_std_min)
         return mean, log_std
 

@@ -52,6 +52,28 @@ def published(env_id: str) -> list[str]:
     return [f"{x[0]} ± {x[1]}" if x else "" for x in found]
 
 
+def curves() -> dict[tuple[str, ...], list[tuple[float, int]]]:
+    """By script, environment, flags and seed: the mean return and number of a part's episodes."""
+    points = defaultdict(list)
+    for row in read("curves.csv"):
+        key = tuple(row[x] for x in ("script", "env_id", "flags", "seed"))
+        points[key].append((float(row["return"]), int(row["episodes"])))
+    return points
+
+
+def last_hundred(points: list[tuple[float, int]]) -> float:
+    """The mean return of a run's last 100 episodes, the first ones by the mean of their part.
+
+    Not the `score` of runs.csv, as the scripts reported one too high before commit 546487f: of
+    episodes that ended in the same step, they counted the better ones.
+    """
+    total, left = 0.0, 100
+    for mean, episodes in reversed(points):
+        total += mean * min(episodes, left)
+        left -= min(episodes, left)
+    return total / (100 - left)
+
+
 def median(rows: list[dict[str, str]], key: str) -> float:
     """The median of a column."""
     return statistics.median(float(row[key]) for row in rows)
@@ -61,13 +83,14 @@ def results(runs: list[tuple[str, str, int, str]], others: bool = True) -> None:
     """Print the table of some of the runs, with what others published for as many steps."""
     columns = ["environment", "command", "steps", "seeds", "training", "lowest .. highest"]
     columns += ["greedy", "minutes", "commit", *(PUBLISHED if others else [])]
+    points = curves()
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for script, env_id, _, flags in runs:
         key = {"script": script, "env_id": env_id, "flags": flags}
         rows = [row for row in read("runs.csv") if key.items() <= row.items()]
         if not rows:
             continue
-        scores = [float(row["score"]) for row in rows]
+        scores = [last_hundred(points[script, env_id, flags, row["seed"]]) for row in rows]
         greedy = [float(row["greedy"]) for row in rows if row["greedy"]]
         cells = [env_id, f"`{label(script, flags)}`", f"{int(rows[0]['steps']):,}", str(len(rows))]
         cells += [mean_and_spread(scores), f"{min(scores):.1f} .. {max(scores):.1f}"]
@@ -80,12 +103,11 @@ def results(runs: list[tuple[str, str, int, str]], others: bool = True) -> None:
 
 def paired(env_id: str, variant: tuple[str, str], reference: tuple[str, str]) -> None:
     """Print how the means of two variants' learning curves differ, paired by seed."""
-    curves = defaultdict(lambda: defaultdict(list))
-    for row in read("curves.csv"):
-        if row["env_id"] == env_id:
-            curves[row["script"], row["flags"]][row["seed"]].append(float(row["return"]))
-    means = {who: {seed: statistics.mean(x) for seed, x in c.items()} for who, c in curves.items()}
-    both = means.get(variant, {}).keys() & means.get(reference, {}).keys()
+    means = defaultdict(dict)
+    for (script, task, flags, seed), points in curves().items():
+        if task == env_id:
+            means[script, flags][seed] = statistics.mean(mean for mean, _ in points)
+    both = means[variant].keys() & means[reference].keys()
     if len(both) < 2:
         return
     differences = [means[variant][seed] - means[reference][seed] for seed in both]
