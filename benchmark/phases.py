@@ -3,9 +3,9 @@
     python benchmark/phases.py
 
 Each phase's functions are timed from outside, in the second half of a run; "alone" is what the same
-environments take where nothing else is done, the least of five tries: the ceiling. Rows, in
-microseconds for a step of one environment, go to benchmark/results/phases.csv. Nothing else should
-run on the machine.
+environments take for actions of the trained policy, drawn before, where nothing else is done, the
+least of five tries: the ceiling. Rows, in microseconds for a step of one environment, go to
+benchmark/results/phases.csv. Nothing else should run on the machine.
 """
 
 import importlib
@@ -54,8 +54,13 @@ def measure(name: str, flags: list[str]) -> dict[str, float]:
 
     original_make_envs, script.make_envs = script.make_envs, make_envs
     original_check_finite, script.check_finite = script.check_finite, check_finite
-    original_make_act = script.Agent.make_act
-    script.Agent.make_act = lambda agent: timed("act", original_make_act(agent))
+    original_make_act, agents = script.Agent.make_act, []
+
+    def make_act(agent: Any) -> Callable:
+        agents[:] = [agent]
+        return timed("act", original_make_act(agent))
+
+    script.Agent.make_act = make_act
     script.make_batch = timed("advantages", script.make_batch)
     original_compile = torch.compile
     if args.compile:
@@ -69,13 +74,17 @@ def measure(name: str, flags: list[str]) -> dict[str, float]:
     micros = {key: 1e6 * (marks[-1][key] - marks[middle - 1][key]) / steps for key in marks[0]}
     micros["rest"] = micros["total"] - sum(micros[phase] for phase in PHASES)
     envs = original_make_envs(args)
-    envs.reset(seed=1)
-    actions, count = envs.action_space.sample() * 0, args.total_timesteps // 10 // args.num_envs
+    act, (obs, _) = original_make_act(agents[0]), envs.reset(seed=1)
+    actions, count = [], args.total_timesteps // 10 // args.num_envs
+    for _ in range(count):
+        actions.append(act(obs, agents[0].sample_noise(args.num_envs)))
+        obs = envs.step(actions[-1])[0]
     tries = []
     for _ in range(5):
+        envs.reset(seed=1)  # so that the same happens
         start = time.perf_counter()
-        for _ in range(count):
-            envs.step(actions)
+        for action in actions:
+            envs.step(action)
         tries.append(1e6 * (time.perf_counter() - start) / count / args.num_envs)
     micros["alone"] = min(tries)
     envs.close()

@@ -120,7 +120,10 @@ def paired(env_id: str, variant: tuple[str, str], reference: tuple[str, str]) ->
 
 
 def speeds() -> None:
-    """Print the table of speed.csv: medians on each machine, and the largest peak of memory."""
+    """Print the table of speed.csv: medians on each machine, and the largest peak of memory.
+
+    A ratio is the median of the rounds' own, as the machine's speed changes; then their range.
+    """
     groups = defaultdict(list)
     for row in read("speed.csv"):
         groups[row["machine"], row["env_id"], row["who"]].append(row)
@@ -139,10 +142,15 @@ def speeds() -> None:
         for machine in machines:
             rows = groups.get((machine, env_id, who), [])
             peer = groups.get((machine, env_id, "Stable-Baselines3"))
-            speed = median(rows, "steps_per_s") if rows else 0
-            cells.append(f"{speed:,.0f}" if rows else "-")
-            ratio = rows and peer and comparable
-            cells.append(f"{speed / median(peer, 'steps_per_s'):.2f}" if ratio else "-")
+            cells.append(f"{median(rows, 'steps_per_s'):,.0f}" if rows else "-")
+            if rows and peer and comparable:  # the rows of a round stand at the same place
+                speeds = ([float(row["steps_per_s"]) for row in x] for x in (rows, peer))
+                ratios = [ours / theirs for ours, theirs in zip(*speeds, strict=True)]
+                cells.append(f"{statistics.median(ratios):.2f}")
+                if rows is not peer:
+                    cells[-1] += f" ({min(ratios):.2f} .. {max(ratios):.2f})"
+            else:
+                cells.append("-")
             ours = rows and rows[0]["peak_mib"]
             cells.append(f"{median(rows, 'first_iteration_s'):.1f}" if ours else "-")
             peaks += [median(rows, "peak_mib")] if ours else []
