@@ -144,8 +144,8 @@ def speeds() -> None:
             peer = groups.get((machine, env_id, "Stable-Baselines3"))
             cells.append(f"{median(rows, 'steps_per_s'):,.0f}" if rows else "-")
             if rows and peer and comparable:  # the rows of a round stand at the same place
-                speeds = ([float(row["steps_per_s"]) for row in x] for x in (rows, peer))
-                ratios = [ours / theirs for ours, theirs in zip(*speeds, strict=True)]
+                pairs = zip(rows, peer, strict=True)
+                ratios = [float(a["steps_per_s"]) / float(b["steps_per_s"]) for a, b in pairs]
                 cells.append(f"{statistics.median(ratios):.2f}")
                 if rows is not peer:
                     cells[-1] += f" ({min(ratios):.2f} .. {max(ratios):.2f})"
