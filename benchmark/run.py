@@ -67,7 +67,7 @@ EXPERIMENTS = [
     ("ppo_atari.py", "ALE/Pong-v5", 0, "--num-threads 1"),  # stopped by hand
     ("ppo_atari.py", "ALE/Breakout-v5", 1, "--bf16 --num-threads 1 --total-timesteps 500000"),
     ("ppo_atari.py", "ALE/Pong-v5", 1, "--num-threads 1 --total-timesteps 1200000"),
-    ("ppo_atari.py", "ALE/Breakout-v5", 1, "--num-threads 1 --total-timesteps 1200000"),
+    ("ppo_atari.py", "ALE/Breakout-v5", 3, "--num-threads 1 --total-timesteps 1200000"),
     ("ppo.py", "CartPole-v1", 3, "--total-timesteps 200000"),
     ("ppo.py", "FrozenLake-v1", 3, "--env-kwargs is_slippery False --total-timesteps 100000"),
     ("ppo.py", "Taxi-v4", 3, "--num-envs 16 --learning-rate 1e-3"),
