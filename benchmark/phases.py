@@ -4,7 +4,7 @@
 
 Each phase's functions are timed from outside, in the second half of a run; "alone" is what the same
 environments take for actions of the trained policy, drawn before, where nothing else is done, the
-least of five tries: the ceiling. Rows, in microseconds for a step of one environment, go to
+least of ten tries: the ceiling. Rows, in microseconds for a step of one environment, go to
 benchmark/results/phases.csv. Nothing else should run on the machine.
 """
 
@@ -75,12 +75,12 @@ def measure(name: str, flags: list[str]) -> dict[str, float]:
     micros["rest"] = micros["total"] - sum(micros[phase] for phase in PHASES)
     envs = original_make_envs(args)
     act, (obs, _) = original_make_act(agents[0]), envs.reset(seed=1)
-    actions, count = [], args.total_timesteps // 10 // args.num_envs
+    actions, count = [], args.total_timesteps // 4 // args.num_envs
     for _ in range(count):
         actions.append(act(obs, agents[0].sample_noise(args.num_envs)))
         obs = envs.step(actions[-1])[0]
     tries = []
-    for _ in range(5):
+    for _ in range(10):
         envs.reset(seed=1)  # so that the same happens
         start = time.perf_counter()
         for action in actions:
