@@ -24,7 +24,7 @@ import signal
 import sys
 import threading
 import time
-from collections import defaultdict, deque, namedtuple
+from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -116,11 +116,9 @@ def check(args: Args) -> None:
         raise UsageError(f"out of range: {', '.join(f'{x} {getattr(args, x)}' for x in bad)}")
     batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
     parts = args.num_minibatches * world_size
-    if batch_size % parts or args.num_envs % world_size or not 2 * parts <= batch_size:
-        raise UsageError(
-            f"num_envs {args.num_envs} * num_steps {args.num_steps} must divide into "
-            f"num_minibatches {args.num_minibatches} * {world_size} processes, 2 or more in each"
-        )
+    if batch_size % parts or batch_size < 2 * parts or args.num_envs % world_size:
+        hint = f"num_minibatches parts of 2 or more for each of {world_size} processes"
+        raise UsageError(f"num_envs * num_steps = {batch_size} doesn't divide into {hint}")
     if args.total_timesteps < batch_size:
         raise UsageError(f"total_timesteps is less than num_envs * num_steps = {batch_size}")
 
@@ -373,6 +371,18 @@ def log(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
     writer.file_writer.add_summary(Summary(value=values), step)
 
 
+def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
+    """Mirror what is written for TensorBoard to Weights & Biases, until `on_exit` closes."""
+    try:
+        import wandb
+
+        run = {"project": args.wandb_project_name, "id": folder.name, "resume": "allow"}
+        wandb.init(**run, config=asdict(args), sync_tensorboard=True)
+    except Exception as error:
+        raise UsageError(f"--track: pip install wandb, and wandb login ({error})") from error
+    on_exit.callback(wandb.finish)
+
+
 def load_checkpoint(folder: str | Path) -> dict[str, Any]:
     """The checkpoint of the run in this folder, as `train` saved it, but its "args" as `Args`."""
     path = Path(folder, "checkpoint.pt")
@@ -427,8 +437,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     print(f"resumed with {name} {value}", file=sys.stderr)
                     if name in FIXED:
                         raise UsageError(f"a resumed run keeps its {name}: leave it out")
-        first_iteration = checkpoint["iteration"]
-        last_returns = deque(checkpoint["last_returns"], maxlen=100)
+        first_iteration, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
 
         seed_everything(args.seed, first_iteration, rank)  # for what environments draw when made
         envs = make_envs(args, num_envs)
@@ -448,16 +457,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         global_step = start_step = first_iteration * batch_size
         if rank == 0:
             if args.track:
-                try:
-                    import wandb
-
-                    run = {"project": args.wandb_project_name, "id": folder.name, "resume": "allow"}
-                    wandb.init(**run, config=asdict(args), sync_tensorboard=True)
-                except Exception as error:
-                    raise UsageError(
-                        f"--track: pip install wandb; wandb login ({error})"
-                    ) from error
-                on_exit.callback(wandb.finish)
+                start_tracking(args, folder, on_exit)
             writer = on_exit.enter_context(SummaryWriter(folder, purge_step=global_step + 1))
             writer.add_text("hyperparameters", json.dumps(asdict(args), default=str), global_step)
 
@@ -474,9 +474,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
         start_time, mean_return = time.perf_counter(), np.mean(last_returns or math.nan)
         in_loop = on_exit.enter_context(ExitStack())
+        signals = catch_signals(in_loop)
         bar = tqdm(total=args.total_timesteps, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
-        signals = catch_signals(in_loop)
         for iteration in range(first_iteration, num_iterations):
             # Environments can't be saved. So that a resumed run goes the same way as an undisturbed
             # one, both make them anew after a checkpoint, and seed all generators by the iteration.
@@ -518,7 +518,6 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             dones = terminations | truncations
             dones[-1] |= is_cut
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
-
             for epoch in range(args.update_epochs):
                 # Generalized advantage estimation (arXiv:1506.02438, equation 16; detail 5). After
                 # a termination there is no value; after a truncation, that of the last observation.
@@ -541,9 +540,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 if epoch == 0:
                     unexplained = b_advantages.var() / (b_returns.var() + 1e-8)
                     metrics["losses/explained_variance"].append(1 - unexplained)
-                    metrics["debug/value"].append(b_values.mean())
-                    metrics["debug/value_target"].append(b_returns.mean())
-                    metrics["debug/advantage"].append(b_advantages.mean())
+                    for name in ("values", "returns", "advantages"):
+                        metrics[f"debug/{name}"].append(getattr(batch, name).mean())
 
                 b_indices = torch.randperm(len(b_obs), device=device)  # detail 6
                 for indices in b_indices.chunk(args.num_minibatches):
@@ -569,15 +567,12 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 dist.all_gather_object(everyone, (episodes, signals))
             stop_signals = [number for _, numbers in everyone for number in numbers]
             episodes = sorted((x for theirs, _ in everyone for x in theirs), key=lambda x: x[0])
-            last_returns.extend(total for _, total, _ in episodes)
+            last_returns = [*last_returns, *(total for _, total, _ in episodes)][-100:]
             mean_return = float(np.mean(last_returns or math.nan))
             if rank == 0:
                 for step, total, length in episodes:
-                    log(
-                        writer,
-                        {"charts/episodic_return": total, "charts/episodic_length": length},
-                        step,
-                    )
+                    charts = {"charts/episodic_return": total, "charts/episodic_length": length}
+                    log(writer, charts, step)
                 log(writer, scalars, global_step)
             bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
             bar.update(batch_size)
@@ -594,7 +589,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     "agent": agent.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "iteration": iteration + 1,
-                    "last_returns": list(last_returns),
+                    "last_returns": last_returns,
                 }
                 torch.save(checkpoint, folder / "checkpoint.tmp")
                 os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # whole at any time
