@@ -90,7 +90,7 @@ class Args:
     target_kl: float | None = None  # begin no further epoch after one with a larger mean KL
 
 
-FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "mask_actions"]  # where a run is resumed
+FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "mask_actions"]  # in a resume
 
 
 class UsageError(Exception):
@@ -98,7 +98,7 @@ class UsageError(Exception):
 
 
 def check(args: Args) -> None:
-    """Raise `UsageError` for numbers that can't work; nan is none that can."""
+    """Raise `UsageError` for numbers that can't work, nan among them."""
     positive = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"]
     bad = [x for x in [*positive, "clip_coef", "max_grad_norm"] if not getattr(args, x) > 0]
     bad += [x for x in ("seed", "checkpoint_interval", "eval_episodes") if getattr(args, x) < 0]
@@ -148,7 +148,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     if "ALE/" in args.env_id:
         raise UsageError(f"{args.env_id} is a game for ppo_atari.py")
     kwargs = args.env_kwargs | ({"render_mode": "rgb_array"} if video_folder else {})
-    vector_kwargs = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
+    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
 
     def wrap(env: gym.Env) -> gym.Env:
         if multiprocessing.parent_process():  # Ctrl-C reaches workers, too: only train handles it
@@ -158,22 +158,21 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
         return FlatEnv(env, args.mask_actions)
 
     try:
-        mode = args.vectorization
-        envs = gym.make_vec(args.env_id, num_envs, mode, vector_kwargs, [wrap], **kwargs)
+        envs = gym.make_vec(args.env_id, num_envs, args.vectorization, options, [wrap], **kwargs)
         if args.mask_actions:
             envs.reset()  # fails here if there are no masks
     except Exception as error:
-        raise UsageError(f"cannot make {args.env_id} with {kwargs}: {error!r}") from error
+        raise UsageError(f"cannot make {args.env_id}, {kwargs}: {error!r}") from error
     # One mechanism for three spaces: actions are len(nvec) choices at once, the i-th below nvec[i].
     space, shape = envs.single_action_space, envs.action_space.shape
-    if not isinstance(space, Discrete | MultiDiscrete | MultiBinary):
+    usable = Discrete if args.mask_actions else Discrete | MultiDiscrete | MultiBinary
+    if not isinstance(space, usable):
         raise UsageError(f"{args.env_id} has actions {space}: for a Box, use ppo_continuous.py")
-    nvec = [space.n] if isinstance(space, Discrete) else np.full(space.shape, 2)
-    nvec = np.ravel(getattr(space, "nvec", nvec))
-    start = getattr(space, "start", 0)
+    default = [space.n] if isinstance(space, Discrete) else np.full(space.shape, 2)
+    nvec = np.ravel(getattr(space, "nvec", default))
     return TransformAction(
         RecordEpisodeStatistics(envs),
-        lambda actions: (actions.reshape(shape) + start).astype(space.dtype),
+        lambda actions: (actions.reshape(shape) + getattr(space, "start", 0)).astype(space.dtype),
         single_action_space=MultiDiscrete(nvec),
     )
 
@@ -195,14 +194,14 @@ class Agent(nn.Module):
         super().__init__()
         obs_size = envs.single_observation_space.shape[0]
         nvec = envs.single_action_space.nvec
-        self.num_choices, self.num_values = len(nvec), int(max(nvec))
+        self.num_choices, self.num_options = len(nvec), int(max(nvec))
         self.mask_actions = args.mask_actions
         self.actor = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, self.num_choices * self.num_values), std=0.01),
+            layer_init(nn.Linear(64, self.num_choices * self.num_options), std=0.01),
         )
         self.critic = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
@@ -211,15 +210,15 @@ class Agent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, 1), std=1.0),
         )
-        # A choice of fewer values than another has logits to spare, which get no probability.
-        is_spare = torch.as_tensor(np.arange(self.num_values) >= nvec[:, None])
-        self.register_buffer("padding", torch.where(is_spare, -1e8, 0.0))
+        # Choices with fewer options than others are padded; the padding gets no probability.
+        is_padding = torch.as_tensor(np.arange(self.num_options) >= nvec[:, None])
+        self.register_buffer("padding", torch.where(is_padding, -1e8, 0.0))
 
     def get_logits(self, obs: Tensor) -> Tensor:
-        """Unnormalized log-probabilities, (B, num_choices, num_values) (detail 37)."""
-        logits = self.actor(obs).view(-1, self.num_choices, self.num_values) + self.padding
+        """Unnormalized log-probabilities, (B, num_choices, num_options) (detail 37)."""
+        logits = self.actor(obs).view(-1, self.num_choices, self.num_options) + self.padding
         if self.mask_actions:
-            logits = logits + 1e8 * (obs[:, None, -self.num_values :] - 1)
+            logits = logits + 1e8 * (obs[:, None, -self.num_options :] - 1)
         return logits
 
     def get_action(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
@@ -227,7 +226,7 @@ class Agent(nn.Module):
         return (self.get_logits(obs) + noise).argmax(-1)
 
     def sample_noise(self, *shape: int) -> Tensor:
-        """Gumbel noise, (*shape, num_choices, num_values): argmax with it samples a softmax."""
+        """Gumbel noise, (*shape, num_choices, num_options): argmax with it samples a softmax."""
         noise = torch.empty(*shape, *self.padding.shape, device=self.padding.device)
         return -noise.exponential_().log()
 
@@ -243,11 +242,11 @@ class Agent(nn.Module):
         return logprob, entropy, self.get_value(obs)
 
     def scale_rewards(self, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
-        """The rewards to learn from, (num_steps, num_envs): here, the raw ones."""
+        """Hook: the rewards to learn from, (num_steps, num_envs); here, the raw ones."""
         return rewards
 
     def finish_iteration(self, obs: Tensor) -> dict[str, float]:
-        """Adapt to observations that were learned from; return scalars to log: here, nothing."""
+        """Hook: adapt to what was learned from, and return scalars to log; here, nothing."""
         return {}
 
 
@@ -308,9 +307,9 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, indices: Tensor, args: A
     return metrics
 
 
-def seed_everything(*numbers: int) -> int:
-    """Seed all generators by the numbers; return another seed, below 2**30, for environments."""
-    seed, env_seed = np.random.SeedSequence(numbers).generate_state(2).tolist()
+def seed_everything(seed: int, *key: int) -> int:
+    """Seed all generators by seed and key; return another seed, below 2**30, for environments."""
+    seed, env_seed = np.random.SeedSequence(seed, spawn_key=key).generate_state(2).tolist()
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -335,7 +334,7 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group(device_id=torch.device(name) if "cuda" in name else None)
         on_exit.callback(dist.destroy_process_group)
-        on_exit.callback(torch.compiler.reset)  # before: NCCL waits for CUDA graphs that use it
+        on_exit.callback(torch.compiler.reset)  # runs before: NCCL waits for CUDA graphs with it
     return torch.device(name)
 
 
@@ -409,11 +408,11 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
     `UsageError` for what a user can put right, and `SystemExit` after a signal and a checkpoint.
     """
     check(args)
-    with ExitStack() as on_exit:  # whatever is raised, all is closed and restored
+    with ExitStack() as on_exit:  # whatever is raised, what is open is closed
         # Set-up. The processes of torchrun share the environments; the first one logs and saves.
         device = set_up_torch(args, on_exit)
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        num_envs, batch_size = args.num_envs // world_size, args.num_envs * args.num_steps
+        local_num_envs, batch_size = args.num_envs // world_size, args.num_envs * args.num_steps
         num_iterations = args.total_timesteps // batch_size
         interval = args.checkpoint_interval or num_iterations
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -423,24 +422,24 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             checkpoint = load_checkpoint(folder)
             for name, value in asdict(args).items():
                 if value != getattr(checkpoint["args"], name) and name != "resume":
-                    print(f"resumed with {name} {value}", file=sys.stderr)
                     if name in FIXED:
                         raise UsageError(f"a resumed run keeps its {name}: leave it out")
+                    print(f"resumed with {name} {value}", file=sys.stderr)
         first_iteration, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
 
         seed_everything(args.seed, first_iteration, rank)  # for what environments draw when made
-        envs = make_envs(args, num_envs)
-        on_exit.callback(lambda: envs.close())
+        envs = make_envs(args, local_num_envs)
+        on_exit.callback(lambda: envs.close())  # those of the moment
         seed_everything(args.seed)  # the same weights in all processes
         agent = Agent(envs, args).to(device)
-        rate = torch.tensor(args.learning_rate, device=device)  # so that all rates compile as one
+        rate = torch.tensor(args.learning_rate, device=device)  # or it would compile for each rate
         optimizer = Adam(agent.parameters(), rate, eps=1e-5, fused=not args.compile)  # detail 3
         if args.resume:  # the state, but not the settings, which may have changed
             agent.load_state_dict(checkpoint["agent"])
             settings = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": settings})
         learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))  # for update
+        on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))  # in update
         compiled_update = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
 
         global_step = start_step = first_iteration * batch_size
@@ -448,21 +447,21 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             if args.track:
                 start_tracking(args, folder, on_exit)
             writer = on_exit.enter_context(SummaryWriter(folder, purge_step=global_step + 1))
-            writer.add_text("hyperparameters", json.dumps(asdict(args), default=str), global_step)
+            writer.add_text("hyperparameters", str(asdict(args)), global_step)
 
         # A rollout, on the host, where the environments are; final_obs is of episodes that ended.
-        shape = (args.num_steps, num_envs)
+        shape = (args.num_steps, local_num_envs)
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         obs, final_obs = np.zeros((2, *shape, *obs_space.shape), obs_space.dtype)
         actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
         rewards = np.zeros(shape, np.float32)
         terminations, truncations = np.zeros((2, *shape), bool)
-        # To act, PyTorch replays what get_action does here: half of the time, for a few rows.
-        example = torch.from_numpy(obs[0]).to(device), agent.sample_noise(num_envs)
+        # get_action, recorded once: it sees all updates, and takes half the time for a few rows.
+        example = torch.from_numpy(obs[0]).to(device), agent.sample_noise(local_num_envs)
         act = torch.jit.trace_module(agent, {"get_action": example}, check_trace=False).get_action
 
         start_time, mean_return = time.perf_counter(), np.mean(last_returns or math.nan)
-        in_loop = on_exit.enter_context(ExitStack())
+        in_loop = on_exit.enter_context(ExitStack())  # closes before the evaluation
         signals = catch_signals(in_loop)
         bar = tqdm(total=args.total_timesteps, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
@@ -473,7 +472,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 if iteration > first_iteration:
                     envs.close()
                     seed_everything(args.seed, iteration, rank)
-                    envs = make_envs(args, num_envs)
+                    envs = make_envs(args, local_num_envs)
                 next_obs, _ = envs.reset(seed=seed_everything(args.seed, iteration, rank))
                 num_ended = 0
             is_cut, is_last = (iteration + 1) % interval == 0, iteration + 1 == num_iterations
@@ -485,9 +484,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             # compute log-probabilities and values after, in one batch.
             noise, episodes, metrics = agent.sample_noise(*shape).unbind(), [], defaultdict(list)
             with torch.no_grad():
-                first = torch.from_numpy(next_obs).to(device), noise[0]
-                same = np.allclose(act(*first).cpu(), agent.get_action(*first).cpu(), atol=1e-3)
-                assert same, "get_action changed since it was recorded: let act be agent.get_action"
+                step = torch.from_numpy(next_obs).to(device), noise[0]
+                is_same = np.allclose(act(*step).cpu(), agent.get_action(*step).cpu(), atol=1e-3)
+                assert is_same, "get_action isn't as it was recorded: set act = agent.get_action"
                 for t in range(args.num_steps):
                     obs[t] = next_obs
                     actions[t] = act(torch.from_numpy(next_obs).to(device), noise[t]).cpu().numpy()
@@ -501,23 +500,25 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"]):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
-                b_obs = torch.as_tensor(obs, device=device).flatten(0, 1)
+                b_obs = torch.as_tensor(obs, device=device).flatten(
+                    0, 1
+                )  # cloned lest a hack alter it
                 b_actions = torch.as_tensor(actions, device=device).flatten(0, 1)
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
             dones = terminations | truncations
-            dones[-1] |= is_cut
+            dones[-1] |= is_cut  # what scale_rewards sums up begins anew
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             for epoch in range(args.update_epochs):
-                # Generalized advantage estimation (arXiv:1506.02438, equation 16; detail 5). After
-                # a termination there is no value; after a truncation, that of the last observation.
+                # Generalized advantage estimation (arXiv:1506.02438, (16); detail 5). The value
+                # after termination is 0, after truncation that of the true last observation.
                 if epoch == 0 or args.recompute_advantages:
-                    last_obs = np.concatenate([next_obs, final_obs[truncations]])
+                    last_obs = torch.from_numpy(np.concatenate([next_obs, final_obs[truncations]]))
                     with torch.no_grad():
-                        last_values = agent.get_value(torch.from_numpy(last_obs).to(device)).cpu()
+                        last_values = agent.get_value(last_obs.to(device)).cpu().numpy()
                         b_values = agent.get_value(b_obs.clone()) if epoch > 0 else b_values
                     values = b_values.view(shape).cpu().numpy()
-                    next_values = np.concatenate([values[1:], last_values[None, :num_envs]])
-                    next_values[truncations] = last_values[num_envs:]
+                    next_values = np.concatenate([values[1:], last_values[None, :local_num_envs]])
+                    next_values[truncations] = last_values[local_num_envs:]
                     deltas = scaled_rewards + args.gamma * next_values * ~terminations - values
                     discounts = args.gamma * args.gae_lambda * ~dones
                     advantages, advantage = np.zeros_like(deltas), 0.0
@@ -581,15 +582,15 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     "last_returns": last_returns,
                 }
                 torch.save(checkpoint, folder / "checkpoint.tmp")
-                os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # whole at any time
-                if args.eval_checkpoints and is_cut and not is_last:
+                os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # always a whole
+                if args.eval_checkpoints and is_cut and not is_last:  # all is seeded anew after it
                     log(writer, evaluate(args, folder), global_step)
             if report:
                 report(global_step, mean_return)
             if stop_signals:
-                tqdm.write(f"stopped: go on with --resume {folder}", sys.stderr)
+                if rank == 0:
+                    tqdm.write(f"stopped: go on with --resume {folder}", sys.stderr)
                 sys.exit(128 + stop_signals[0])
-
         in_loop.close()
         if rank == 0:
             seconds, steps = time.perf_counter() - start_time, global_step - start_step
@@ -604,7 +605,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
-        if args.resume or args.evaluate:  # once more: the run's own arguments are the defaults
+        if args.resume or args.evaluate:  # again, with the run's own arguments as defaults
             saved = load_checkpoint(args.resume or args.evaluate)["args"]
             args = tyro.cli(Args, default=replace(saved, env_kwargs={}))
             args.env_kwargs = saved.env_kwargs | args.env_kwargs
