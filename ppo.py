@@ -184,6 +184,15 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
     return layer
 
 
+def gather(x: Tensor) -> Tensor:
+    """The tensors of all processes that torchrun started, one after another."""
+    if not dist.is_initialized():
+        return x
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, x.contiguous())
+    return torch.cat(everyone)
+
+
 class Agent(nn.Module):
     """Separate actor and critic (detail 13); an action is `num_choices` choices at once.
 
@@ -248,15 +257,6 @@ class Agent(nn.Module):
     def finish_iteration(self, obs: Tensor) -> dict[str, float]:
         """Hook: adapt to what was learned from, and return scalars to log; here, nothing."""
         return {}
-
-
-def gather(x: Tensor) -> Tensor:
-    """The tensors of all processes that torchrun started, one after another."""
-    if not dist.is_initialized():
-        return x
-    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, x.contiguous())
-    return torch.cat(everyone)
 
 
 Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")

@@ -137,14 +137,14 @@ class AgentView(gym.vector.VectorWrapper):
 
 class EpisodicLife(gym.vector.VectorWrapper):
     """Report a lost life as a termination, and play on (detail 16): press fire, for which many
-    games wait (detail 17), in place of the next action.
+    games wait (detail 17), in place of the next action, which is learned from all the same.
 
-    Observations are (84, 84, 4), as convolutions are the fastest in this order.
+    Screens come last, (84, 84, 4), as convolutions are the fastest in this order.
     """
 
     def __init__(self, env: gym.vector.VectorEnv) -> None:
         super().__init__(env)
-        self.has_fire = ale_py.Action.FIRE in env.unwrapped.ale.get_action_set()[1:2]  # as action 1
+        self.has_fire = env.unwrapped.ale.get_action_set()[1] == ale_py.Action.FIRE
         self.single_observation_space = Box(0, 255, (84, 84, 4), np.uint8)
         self.observation_space = Box(0, 255, (env.num_envs, 84, 84, 4), np.uint8)
 
@@ -154,15 +154,15 @@ class EpisodicLife(gym.vector.VectorWrapper):
         return np.stack(obs.swapaxes(0, 1), -1), info
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Step the games; after one is over, its lives are already those of the next."""
         actions = np.where(self.lost & self.has_fire, 1, actions)
         obs, rewards, terminations, truncations, info = self.env.step(actions)
-        self.lost = (info["lives"] < self.lives) & ~truncations
-        self.lives = info["lives"].copy()
-        obs, final_obs = np.stack(obs.swapaxes(0, 1), -1), info.get("final_obs", obs)
-        if (terminations | truncations | self.lost).any():
-            info["_final_obs"] = terminations | truncations | self.lost
-            info["final_obs"] = final_obs.transpose(0, 2, 3, 1)  # where a life was lost, it is obs
+        over = terminations | truncations  # where a game is, lives are already those of the next
+        self.lost = (info["lives"] < self.lives) & ~over
+        self.lives, ended = info["lives"].copy(), over | self.lost
+        if ended.any():
+            final_obs = np.where(over[:, None, None, None], info.get("final_obs", obs), obs)
+            info |= {"final_obs": final_obs.transpose(0, 2, 3, 1), "_final_obs": ended}
+        obs = np.stack(obs.swapaxes(0, 1), -1)
         return obs, rewards, terminations | self.lost, truncations, info
 
 
@@ -173,7 +173,9 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     With a `video_folder`, `eval_episodes` games are recorded there, whole. Raises `UsageError`.
     """
     if not args.env_id.split(":")[-1].startswith("ALE/"):
-        raise UsageError(f"{args.env_id} is no game such as ALE/Breakout-v5: try ppo.py")
+        raise UsageError(
+            f"{args.env_id} is no game, which are named as ALE/Breakout-v5: try ppo.py"
+        )
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), presses no-op and fire
     # after a reset (details 14, 17), and scales, greys and stacks the screens (details 18, 20).
     kwargs = {"frameskip": 4, "repeat_action_probability": args.repeat_action_probability}
@@ -182,11 +184,14 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
         envs = gym.make_vec(args.env_id, num_envs, **kwargs)
     except Exception as error:
         raise UsageError(f"cannot make {args.env_id}, {kwargs}: {error!r}") from error
-    if envs.single_observation_space.shape != (4, 84, 84):
+    usable = hasattr(envs.single_action_space, "n")
+    if not usable or envs.single_observation_space.shape != (4, 84, 84):
         raise UsageError(f"the network isn't for what env_kwargs {args.env_kwargs} make")
     if video_folder:
         trigger = {"episode_trigger": lambda i: i < args.eval_episodes}
-        envs = RecordVideo(AgentView(envs), str(video_folder), fps=15, **trigger)  # 4 of 60 frames
+        envs = RecordVideo(
+            AgentView(envs), str(video_folder), fps=15, **trigger
+        )  # of 60 frames, 4 a step
     return EpisodicLife(RecordEpisodeStatistics(envs))
 
 
@@ -195,6 +200,15 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def gather(x: Tensor) -> Tensor:
+    """The tensors of all processes that torchrun started, one after another."""
+    if not dist.is_initialized():
+        return x
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, x.contiguous())
+    return torch.cat(everyone)
 
 
 class Agent(nn.Module):
@@ -244,7 +258,7 @@ class Agent(nn.Module):
         features = self.get_features(obs)
         logprobs = self.actor(features).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
-        logprob = logprobs.gather(-1, actions[:, None]).squeeze(-1)
+        logprob = logprobs.gather(-1, actions[..., None]).squeeze(-1)
         return logprob, entropy, self.critic(features).squeeze(-1)
 
     def scale_rewards(self, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
@@ -254,15 +268,6 @@ class Agent(nn.Module):
     def finish_iteration(self, obs: Tensor) -> dict[str, float]:
         """Hook: adapt to what was learned from, and return scalars to log; here, nothing."""
         return {}
-
-
-def gather(x: Tensor) -> Tensor:
-    """The tensors of all processes that torchrun started, one after another."""
-    if not dist.is_initialized():
-        return x
-    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, x.contiguous())
-    return torch.cat(everyone)
 
 
 Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")

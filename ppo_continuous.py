@@ -64,7 +64,9 @@ class Args:
     squash: bool = False  # bound actions by tanh, with the density to match, instead of clipping
     state_std: bool = False  # let the policy's standard deviation depend on the state
     log_std_init: float = -0.5  # logarithm of the standard deviation at first
-    log_std_min: float = -2.0  # it falls no lower: without noise, what was learned is easily lost
+    log_std_min: float = (
+        -2.0
+    )  # each rollout begins no lower: with little noise, learning is brittle
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project there
 
@@ -163,10 +165,12 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
         envs = gym.make_vec(args.env_id, num_envs, args.vectorization, options, [wrap], **kwargs)
     except Exception as error:
         raise UsageError(f"cannot make {args.env_id}, {kwargs}: {error!r}") from error
-    # The policy's -1 .. 1 stand for the bounds; beyond them, actions are clipped (detail 27).
+    # The policy's -1 .. 1 is mapped to low .. high; what is beyond is clipped (detail 27).
     space, shape = envs.single_action_space, envs.action_space.shape
-    if not isinstance(space, Box) or np.abs([space.low, space.high]).max() > 1e9:
-        raise UsageError(f"{args.env_id} has actions {space}, no Box with bounds: try ppo.py")
+    usable = isinstance(space, Box) and space.dtype.kind == "f"
+    if not usable or np.abs([space.low, space.high]).max() > 1e9:
+        other = "wrap it" if isinstance(space, Box) else "use ppo.py"
+        raise UsageError(f"{args.env_id} has actions {space}, no floats with bounds: {other}")
     low, high = space.low, space.high
 
     def to_bounds(actions: np.ndarray) -> np.ndarray:
@@ -244,10 +248,10 @@ class Agent(nn.Module):
             layer_init(nn.Linear(64, 1), std=1.0),
         )
         self.log_std = nn.Parameter(torch.full((self.num_actions,), float(args.log_std_init)))
-        self.log_std_min = min(args.log_std_min, args.log_std_init)
+        self.log_std_min = min(args.log_std_min, args.log_std_init)  # a lower start lowers it
         self.obs_statistics = RunningStatistics(obs_size)
         self.return_statistics = RunningStatistics()
-        self.discounted_returns = np.zeros(envs.num_envs, np.float32)  # 0 after a checkpoint
+        self.discounted_returns = np.zeros(envs.num_envs, np.float32)  # not saved: 0 after a cut
 
     def normalize(self, obs: Tensor) -> Tensor:
         """Observations in units of the deviations seen so far, clipped (details 28 and 29)."""
