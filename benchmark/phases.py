@@ -2,10 +2,12 @@
 
     python benchmark/phases.py
 
-Each phase's functions are timed from outside, in the second half of a run; "alone" is what the same
-environments take for actions of the trained policy, drawn before, where nothing else is done, the
-least of ten tries: the ceiling. Rows, in microseconds for a step of one environment, go to
-benchmark/results/phases.csv. Nothing else should run on the machine.
+The calls of the environments' step, of the policy and of the gradient step are timed from outside,
+in the second half of a run; "advantages" is what passes before the first gradient step of an epoch:
+values, log-probabilities, advantages, the shuffling. "alone" is what the same environments take for
+actions of the trained policy, drawn before, where nothing else is done, the least of ten tries: the
+ceiling. Rows, in microseconds for a step of one environment, go to benchmark/results/phases.csv.
+Nothing else should run on the machine.
 """
 
 import importlib
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,53 +35,56 @@ def measure(name: str, flags: list[str]) -> dict[str, float]:
     script = importlib.import_module(name)
     args = tyro.cli(script.Args, args=flags)
     spent = dict.fromkeys(PHASES, 0.0)
-    marks = []  # what was spent at the end of each iteration
+    last_end, num_updates = 0.0, 0  # of the calls that are timed; of gradient steps
+    marks, agents = [], []  # what was spent at the end of each iteration; the agent that is trained
 
     def timed(phase: str, function: Callable) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*arguments: Any, **kwargs: Any) -> Any:
+            nonlocal last_end, num_updates
             start = time.perf_counter()
-            result = function(*args, **kwargs)
-            spent[phase] += time.perf_counter() - start
+            if phase == "update":
+                if num_updates % args.num_minibatches == 0:  # the first of an epoch
+                    spent["advantages"] += start - last_end
+                num_updates += 1
+            result = function(*arguments, **kwargs)
+            last_end = time.perf_counter()
+            spent[phase] += last_end - start
             return result
 
         return call
 
-    def make_envs(*args: Any) -> Any:
-        envs = original_make_envs(*args)
+    def make_envs(*arguments: Any) -> Any:
+        envs = original_make_envs(*arguments)
         envs.step = timed("environments", envs.step)
         return envs
 
-    def check_finite(where: str, **values: Any) -> None:
-        marks.append({**spent, "total": time.perf_counter()})
-        original_check_finite(where, **values)
+    def trace_module(agent: Any, *arguments: Any, **kwargs: Any) -> SimpleNamespace:
+        agents[:] = [agent]
+        traced = original_trace_module(agent, *arguments, **kwargs)
+        return SimpleNamespace(get_action=timed("act", traced.get_action))
+
+    def compile_update(function: Callable, **kwargs: Any) -> Callable:
+        compiled = original_compile(function, **kwargs)
+        return timed("update", compiled) if function is script.update else compiled
 
     original_make_envs, script.make_envs = script.make_envs, make_envs
-    original_check_finite, script.check_finite = script.check_finite, check_finite
-    original_make_act, agents = script.Agent.make_act, []
-
-    def make_act(agent: Any) -> Callable:
-        agents[:] = [agent]
-        return timed("act", original_make_act(agent))
-
-    script.Agent.make_act = make_act
-    script.make_batch = timed("advantages", script.make_batch)
-    original_compile = torch.compile
-    if args.compile:
-        torch.compile = lambda f, **kwargs: timed("update", original_compile(f, **kwargs))
-    else:
-        script.gradient_step = timed("update", script.gradient_step)
-    script.train(args)
+    original_trace_module, torch.jit.trace_module = torch.jit.trace_module, trace_module
+    original_compile, torch.compile = torch.compile, compile_update
+    script.train(args, lambda *_: marks.append({**spent, "total": time.perf_counter()}))
 
     middle = len(marks) // 2
     steps = (len(marks) - middle) * args.num_envs * args.num_steps
     micros = {key: 1e6 * (marks[-1][key] - marks[middle - 1][key]) / steps for key in marks[0]}
     micros["rest"] = micros["total"] - sum(micros[phase] for phase in PHASES)
-    envs = original_make_envs(args)
-    act, (obs, _) = original_make_act(agents[0]), envs.reset(seed=1)
+    envs, agent = original_make_envs(args, args.num_envs), agents[0]
+    obs, _ = envs.reset(seed=1)
     actions, count = [], args.total_timesteps // 4 // args.num_envs
-    for _ in range(count):
-        actions.append(act(obs, agents[0].sample_noise(args.num_envs)))
-        obs = envs.step(actions[-1])[0]
+    with torch.no_grad():
+        for _ in range(count):
+            noise = agent.sample_noise(args.num_envs)
+            action = agent.get_action(torch.from_numpy(obs).to(noise.device), noise)
+            actions.append(action.cpu().numpy())
+            obs = envs.step(actions[-1])[0]
     tries = []
     for _ in range(10):
         envs.reset(seed=1)  # so that the same happens

@@ -1,4 +1,4 @@
-"""Draw the README's learning curves and intervals from benchmark/results.
+"""Draw learning curves and intervals from benchmark/results.
 
     python benchmark/plot.py
     python benchmark/plot.py runs/NAME    # a run's debugging plots, to results/debugging.png
@@ -30,10 +30,10 @@ DEBUGGING = {
     "losses/entropy": "entropy",
     "losses/value_loss": "value loss",
     "losses/policy_loss": "policy loss",
-    "debug/value_target": "value targets",
-    "debug/value": "value predictions",
+    "debug/returns": "value targets",
+    "debug/values": "value predictions",
     "losses/grad_norm": "gradient norm",
-    "debug/advantage": "advantages",
+    "debug/advantages": "advantages",
 }
 
 

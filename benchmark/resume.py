@@ -8,6 +8,7 @@ had one. The final weights, optimizer states, and all logged scalars but the clo
 bit for bit; one that is not ends the script with status 1. Rows go to benchmark/results/resume.csv.
 """
 
+import json
 import math
 import random
 import subprocess
@@ -58,12 +59,13 @@ class Args:
 
 
 def content(folder: Path) -> tuple[dict[str, Any], dict[str, list[tuple[int, float]]]]:
-    """A run's last checkpoint and its scalars, without the clock's."""
+    """A run's last checkpoint, its arguments a dictionary, and its scalars without the clock's."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     tags = set(events.Tags()["scalars"]) - {"charts/SPS"}
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
-    return torch.load(folder / "checkpoint.pt", weights_only=True), scalars
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return saved | {"args": json.loads(saved["args"])}, scalars
 
 
 def differences(a: Any, b: Any, name: str = "") -> list[str]:
@@ -98,13 +100,16 @@ def disturbed_run(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            checkpoint = next(folder.glob("runs/*/checkpoint.pt"), None)
-            saved = torch.load(checkpoint, weights_only=True) if checkpoint else {"step": 0}
-            made.append(f"after {seconds:.2f} s, checkpoint of step {saved['step']}")
+            checkpoint, step = next(folder.glob("runs/*/checkpoint.pt"), None), 0
+            if checkpoint:
+                saved, scalars = content(checkpoint.parent)
+                args = saved["args"]
+                step = saved["iteration"] * args["num_envs"] * args["num_steps"]
+            made.append(f"after {seconds:.2f} s, checkpoint of step {step}")
             print(f"  killed {made[-1]}", flush=True)
-            if not saved.get("finished"):
-                continue
-            return checkpoint.parent, made
+            if step and "eval/return" in scalars:  # it was killed when all was done
+                return checkpoint.parent, made
+            continue
         if process.returncode:
             sys.exit(f"{script} {' '.join(begin)} ended with status {process.returncode}")
         return next(folder.glob("runs/*/checkpoint.pt")).parent, made

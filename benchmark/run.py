@@ -1,4 +1,4 @@
-"""Train the list of runs behind the README's tables, and record what they reached.
+"""Train the list of runs behind the tables of results, and record what they reached.
 
     python benchmark/run.py --only CartPole-v1 Acrobot-v1 --jobs 2
 

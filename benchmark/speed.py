@@ -56,12 +56,14 @@ class Args:
     env_id: str | None = None  # environment to compare on; all of them by default
 
 
-def measure(script: str, flags: str, processes: int = 1) -> dict[str, float]:
-    """Run a script in an empty folder: its speed, its first iteration and its peak memory."""
+def measure(script: str, flags: str, processes: int = 1, scripts: Path = ROOT) -> dict[str, float]:
+    """Run a script, of the folder `scripts`, in an empty folder: its speed, its first iteration and
+    its peak memory.
+    """
     words = [sys.executable]
     if processes > 1:
         words += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-    words += [str(ROOT / script), *flags.split(), "--eval-episodes", "0"]
+    words += [str(scripts / script), *flags.split(), "--eval-episodes", "0"]
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silence:
         process = subprocess.Popen(words, cwd=folder, stdout=silence, stderr=subprocess.PIPE)
         errors = process.stderr.read()
