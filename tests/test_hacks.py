@@ -1,0 +1,292 @@
+"""What people change first: each change works as meant, or fails loudly."""
+
+import importlib.util
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import SHORT, same_weights
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def hacked(name: str, *changes: tuple[str, str]) -> ModuleType:
+    """A copy of the script, in this folder, with other text in these places."""
+    text = (ROOT / f"{name}.py").read_text()
+    for old, new in changes:
+        assert old in text, f"{name}.py has no {old}"
+        text = text.replace(old, new)
+    script = Path(f"{name}_hacked.py")
+    script.write_text(text)
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(module: ModuleType, **flags: Any) -> None:
+    """Train for a moment."""
+    module.train(module.Args(**SHORT[module.__name__.removesuffix("_hacked")] | flags))
+
+
+def watched(
+    module: ModuleType, probe: Callable[..., Any] | None = None, **flags: Any
+) -> list[SimpleNamespace]:
+    """Train. At each iteration's first gradient step: the stored rollout, the noise it was acted
+    with, and what the agent of the moment, and the probe, say of both.
+    """
+    sample_noise, update = module.Agent.sample_noise, module.update
+    noises, rollouts = [], []
+
+    def keep_noise(agent: Any, *shape: int) -> torch.Tensor:
+        noises.append(sample_noise(agent, *shape))
+        return noises[-1]
+
+    def watch(agent: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
+        if not rollouts or not torch.equal(batch.obs, rollouts[-1].obs):
+            obs, noise = batch.obs.clone(), noises[-1].flatten(0, 1)
+            with torch.no_grad():
+                logprobs = agent.evaluate_actions(obs.clone(), batch.actions)[0]
+                seen = {"expected": agent.get_action(obs.clone(), noise), "agent": agent}
+                seen["probed"] = probe and probe(agent, obs.clone(), noise)
+            seen |= {"ratio": (logprobs - batch.logprobs).exp(), "actions": batch.actions.clone()}
+            rollouts.append(SimpleNamespace(obs=obs, noise=noise, **seen))
+        return update(agent, optimizer, batch, *rest)
+
+    module.Agent.sample_noise, module.update = keep_noise, watch
+    run(module, **flags)
+    assert len(rollouts) > 1
+    return rollouts
+
+
+def assert_acts_as_it_learns(rollouts: list[SimpleNamespace]) -> None:
+    """The actions are those of the agent that learns, and so are their log-probabilities."""
+    for rollout in rollouts:
+        if rollout.actions.is_floating_point():
+            torch.testing.assert_close(rollout.actions, rollout.expected, rtol=1e-4, atol=1e-4)
+        else:  # rounding may decide between actions of the same probability
+            assert (rollout.actions == rollout.expected).float().mean() > 0.999
+        ones = torch.ones_like(rollout.ratio)
+        torch.testing.assert_close(rollout.ratio, ones, rtol=1e-3, atol=1e-3)
+
+
+def trained(module: ModuleType, **flags: Any) -> tuple[dict, Any]:
+    """The parameters of the agent as it was made, and the agent as it was trained."""
+    make, made = module.Agent, []
+
+    def keep(*args: Any) -> Any:
+        agent = make(*args)
+        made.append(({name: x.clone() for name, x in agent.state_dict().items()}, agent))
+        return agent
+
+    module.Agent = keep
+    run(module, **flags)
+    return made[0]
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+def test_activation(name: str) -> None:
+    """Another activation is what acts and what learns."""
+    rollouts = watched(hacked(name, ("nn.Tanh()", "nn.GELU()")))
+    assert_acts_as_it_learns(rollouts)
+    agent, obs = rollouts[-1].agent, rollouts[-1].obs
+    if name == "ppo_continuous":
+        obs = agent.normalize(obs)
+    for layer in (agent.critic[0], torch.nn.functional.gelu, agent.critic[2]):
+        obs = layer(obs)
+    obs = agent.critic[4](torch.nn.functional.gelu(obs)).squeeze(-1)
+    torch.testing.assert_close(agent.get_value(rollouts[-1].obs.clone()), obs)
+
+
+def test_activation_learns() -> None:
+    """GELU balances CartPole's pole."""
+    module = hacked("ppo", ("nn.Tanh()", "nn.GELU()"))
+    flags = {"total_timesteps": 20_480, "learning_rate": 2e-3, "eval_episodes": 0}
+    assert module.train(module.Args(**flags)) > 100  # 22 by chance
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+def test_layernorm(name: str) -> None:
+    """Normalized layers act as they learn, and their weights move."""
+    module = hacked(name, ("nn.Tanh(),", "nn.LayerNorm(64), nn.Tanh(),"))
+    rollouts = watched(module)
+    assert_acts_as_it_learns(rollouts)
+    weights = [x.weight for x in rollouts[-1].agent.actor if isinstance(x, torch.nn.LayerNorm)]
+    assert len(weights) == 2
+    assert all((x != 1).any() for x in weights)
+
+
+def test_clamp() -> None:
+    """Observations clipped closer are what acts, too: by hand, and not as it was before."""
+
+    def act(agent: Any, obs: torch.Tensor, noise: torch.Tensor) -> list[torch.Tensor]:
+        statistics, std = agent.obs_statistics, agent.log_std.exp()
+        x = (obs - statistics.mean) / statistics.var.sqrt()
+        return [agent.actor(x.clamp(-limit, limit)) + noise * std for limit in (0.1, 10)]
+
+    rollouts = watched(hacked("ppo_continuous", ("clamp(-10, 10)", "clamp(-0.1, 0.1)")), act)
+    assert_acts_as_it_learns(rollouts)
+    for rollout in rollouts:
+        now, before = rollout.probed
+        torch.testing.assert_close(rollout.actions, now, rtol=1e-4, atol=1e-4)
+    assert (now - before).abs().max() > 0.01
+
+
+APART = """
+    def finish_iteration(self, obs: Tensor) -> dict[str, float]:
+        loss = self.predictor(obs).square().mean()
+        for x in torch.autograd.grad(loss, self.predictor.parameters()):
+            assert x.abs().max() > 0
+        with torch.no_grad():
+            self.predictor.bias += 1
+        return {}
+
+"""
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_unused_parameters(compile: bool) -> None:
+    """The optimizer leaves alone what the loss doesn't use, which may be trained apart."""
+    module = hacked(
+        "ppo",
+        (
+            "        self.critic = nn.Sequential(",
+            "        self.unused = nn.Linear(obs_size, 3)\n"
+            "        self.predictor = nn.Linear(obs_size, 3)\n"
+            "        self.critic = nn.Sequential(",
+        ),
+        ("\n\nBatch = namedtuple", f"{APART}\nBatch = namedtuple"),  # it replaces the method
+    )
+    before, agent = trained(module, compile=compile)
+    after = agent.state_dict()
+    for name in ("unused.weight", "unused.bias", "predictor.weight"):
+        assert torch.equal(after[name], before[name])
+    expected = before["predictor.bias"]
+    for _ in range(4):  # iterations
+        expected = expected + 1
+    assert torch.equal(after["predictor.bias"], expected)
+    assert not torch.equal(after["actor.0.weight"], before["actor.0.weight"])
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+def test_forward_hook(name: str) -> None:
+    """A hook that changes what a layer gives does so where it acts and where it learns."""
+    hook = "lambda module, args, output: output + 2 * output.square()"
+    critic = "        self.critic = nn.Sequential("
+    change = f"        self.actor[1].register_forward_hook({hook})\n{critic}"
+
+    def without(agent: Any, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        hooks, agent.actor[1]._forward_hooks = agent.actor[1]._forward_hooks, OrderedDict()
+        actions = agent.get_action(obs, noise)
+        agent.actor[1]._forward_hooks = hooks
+        return actions
+
+    rollouts = watched(hacked(name, (critic, change)), without)
+    assert_acts_as_it_learns(rollouts)
+    assert any((x.actions - x.probed).abs().max() > 0.01 for x in rollouts)
+
+
+IN_PLACE = {
+    "get_value": ("ppo", [("self.critic(obs)", "self.critic(obs{})")]),
+    "get_action": (
+        "ppo",
+        [
+            ("(self.get_logits(obs) + noise)", "(self.get_logits(obs{}) + noise)"),
+            ("self.get_logits(obs).log_softmax", "self.get_logits(obs / 2).log_softmax"),
+        ],
+    ),
+    "evaluate_actions": (
+        "ppo",
+        [
+            ("(self.get_logits(obs) + noise)", "(self.get_logits(obs / 2) + noise)"),
+            ("self.get_logits(obs).log_softmax", "self.get_logits(obs{}).log_softmax"),
+            ("self.get_value(obs)\n", "self.get_value(obs_before)\n"),
+            (
+                "        logprobs = self.get_logits(",
+                "        obs_before = obs.clone()\n        logprobs = self.get_logits(",
+            ),
+        ],
+    ),
+    "continuous": ("ppo_continuous", [("self.critic(self.normalize(obs))", "self.critic(obs{})")]),
+}
+
+
+@pytest.mark.parametrize("place", IN_PLACE)
+def test_in_place(place: str) -> None:
+    """Observations changed in place within the agent stay as the environment gave them, or PyTorch
+    refuses, as where the actor's gradient needs what the critic changes.
+    """
+    name, changes = IN_PLACE[place]
+    apart = watched(hacked(name, *((old, new.format(" / 2")) for old, new in changes)))
+    assert_acts_as_it_learns(apart)
+    module = hacked(name, *((old, new.format(".div_(2)")) for old, new in changes))
+    if place == "get_value":
+        with pytest.raises(RuntimeError, match="inplace"):
+            run(module)
+        return
+    in_place = watched(module)
+    for a, b in zip(apart, in_place, strict=True):
+        assert torch.equal(a.obs, b.obs)
+        assert torch.equal(a.actions, b.actions)
+    assert same_weights(apart[-1].agent, in_place[-1].agent)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+def test_state_that_changes(name: str) -> None:
+    """What acts was recorded: an attribute that changes later is noticed, and stops the run."""
+    sample = {
+        "ppo": ("self.get_logits(obs) + noise", "self.get_logits(obs) / self.temperature + noise"),
+        "ppo_continuous": ("noise * log_std.exp()", "noise * log_std.exp() * self.temperature"),
+    }
+    actor = "        self.actor = nn.Sequential("
+    finish = "    def finish_iteration(self, obs: Tensor) -> dict[str, float]:\n"
+    module = hacked(
+        name,
+        sample[name],
+        (actor, f"        self.temperature = 1.0\n{actor}"),
+        (finish, f"{finish}        self.temperature /= 10\n"),
+    )
+    with pytest.raises(AssertionError, match="get_action"):
+        run(module)
+
+
+def test_two_learning_rates() -> None:
+    """Each group learns at its own falling rate; what is frozen stays."""
+    module = hacked(
+        "ppo",
+        (
+            "Adam(agent.parameters(), rate,",
+            "Adam([{'params': agent.actor.parameters()},"
+            " {'params': agent.critic.parameters(), 'lr': 4 * rate}], rate,",
+        ),
+        (
+            "        # Choices with fewer",
+            "        self.critic[0].requires_grad_(False)\n        # Choices with fewer",
+        ),
+    )
+    update, steps = module.update, []
+
+    def watch(agent: Any, optimizer: Any, *rest: Any) -> Any:
+        before = [[x.clone() for x in group["params"]] for group in optimizer.param_groups]
+        metrics = update(agent, optimizer, *rest)
+        moves = [
+            max((x - y).abs().max().item() for x, y in zip(old, group["params"], strict=True))
+            for old, group in zip(before, optimizer.param_groups, strict=True)
+        ]
+        steps.append((moves, [float(group["lr"]) for group in optimizer.param_groups]))
+        return metrics
+
+    module.update = watch
+    before, agent = trained(module, learning_rate=1e-3)
+    after = agent.state_dict()
+    for i, (_, rates) in enumerate(steps):  # 4 iterations of 16 steps
+        rate = 1e-3 * (1 - i // 16 / 4)
+        assert rates == pytest.approx([rate, 4 * rate])
+    assert len(steps) == 64
+    assert steps[0][0] == pytest.approx([1e-3, 4e-3], rel=0.1)  # Adam's first step is its rate
+    assert torch.equal(after["critic.0.weight"], before["critic.0.weight"])
+    assert not torch.equal(after["critic.2.weight"], before["critic.2.weight"])
