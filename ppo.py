@@ -330,7 +330,8 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
     try:
         torch.compile(torch.neg, disable=not args.compile)(torch.zeros(1, device=name)).cpu()
     except Exception as error:
-        raise UsageError(f"{name}, or a C++ compiler to --compile, is missing: {error}") from error
+        why = f"{name}, or a C++ compiler to --compile, is missing: {str(error).splitlines()[0]}"
+        raise UsageError(why) from error
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group(device_id=torch.device(name) if "cuda" in name else None)
         on_exit.callback(dist.destroy_process_group)
@@ -388,7 +389,10 @@ def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
     # A single environment: if several raced for the episodes, short ones would be favoured.
     with closing(make_envs(args, 1, video_folder if args.capture_video else None)) as envs:
         agent = Agent(envs, args).requires_grad_(False)
-        agent.load_state_dict(load_checkpoint(folder)["agent"])
+        try:
+            agent.load_state_dict(load_checkpoint(folder)["agent"])
+        except RuntimeError as error:
+            raise UsageError(f"{folder} is of another environment than {args.env_id}") from error
         obs, _ = envs.reset(seed=seed)
         while len(returns) < args.eval_episodes:
             actions = agent.get_action(torch.as_tensor(obs))
@@ -431,7 +435,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close())  # those of the moment
         seed_everything(args.seed)  # the same weights in all processes
-        agent = Agent(envs, args).to(device)
+        agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)  # as gradients
         rate = torch.tensor(args.learning_rate, device=device)  # or it would compile for each rate
         optimizer = Adam(agent.parameters(), rate, eps=1e-5, fused=not args.compile)  # detail 3
         if args.resume:  # the state, but not the settings, which may have changed

@@ -1,6 +1,7 @@
 """What the tests share: every test runs in a folder of its own."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,6 +45,34 @@ def train_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, flo
         return agents[0], score
 
     return run
+
+
+@contextlib.contextmanager
+def watching(script: ModuleType, see: Callable[[Any, Any, torch.Tensor], Any]) -> Iterator[None]:
+    """Let `see` look at agent, batch and indices before every gradient step."""
+    update = script.update
+
+    def watched(agent: Any, optimizer: Any, batch: Any, indices: torch.Tensor, args: Any) -> dict:
+        see(agent, batch, indices)
+        return update(agent, optimizer, batch, indices, args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "update", watched)
+        yield
+
+
+@contextlib.contextmanager
+def kept_batches(script: ModuleType) -> Iterator[list[Any]]:
+    """Copies of the batches that are learned from: one an iteration; recomputed, one an epoch."""
+    kept, latest = [], [None]
+
+    def see(agent: Any, batch: Any, indices: torch.Tensor) -> None:
+        if batch is not latest[0]:
+            latest[0] = batch
+            kept.append(type(batch)(*(x.clone() for x in batch)))
+
+    with watching(script, see):
+        yield kept
 
 
 def scalars(tag: str, run: Path | None = None) -> list[tuple[int, float]]:

@@ -2,6 +2,7 @@
 
 import os
 import random
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -223,18 +224,76 @@ class Unbounded(Probe):
 
 
 class Dies(Probe):
-    """Kills the process it is in, after some steps of an environment."""
+    """Kills the process it is in, after some steps, or where there is a file named die."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int = 0) -> None:
         super().__init__()
         self.left = steps
 
     def reward(self, action: Any) -> float:
         """Nothing, in the end."""
         self.left -= 1
-        if self.left == 0:
+        if self.left == 0 or Path("die").exists():
             os._exit(1)
         return 0.0
+
+
+class Scripted(Probe):
+    """Ends steps as a pattern says, over and over: - goes on, t terminates, c cuts, b does both.
+
+    Patterns, of one environment each, are separated by commas. Observations and rewards are drawn;
+    `played` has, of each environment, (obs, reward, next obs, terminated, truncated) of each step.
+    """
+
+    observation_space = Box(-np.inf, np.inf, (3,), np.float32)
+    played: ClassVar[list[list[tuple]]] = []
+
+    def __init__(self, patterns: str, continuous: bool = False) -> None:
+        super().__init__(continuous)
+        every = patterns.split(",")
+        self.pattern, self.steps_taken = every[len(self.played) % len(every)], []
+        self.played.append(self.steps_taken)
+
+    def observe(self) -> np.ndarray:
+        """Three numbers."""
+        self.seen = self.np_random.normal(size=3).astype(np.float32)
+        return self.seen
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """End as the pattern says."""
+        end = self.pattern[len(self.steps_taken) % len(self.pattern)]
+        before, reward = self.seen, float(np.float32(self.np_random.normal()))
+        result = self.observe(), reward, end in "tb", end in "cb"
+        self.steps_taken.append((before, reward, *(result[i] for i in (0, 2, 3))))
+        return *result, {}
+
+
+class Told(Probe):
+    """Observes and rewards as it is told: the observations 3, 4, 5, ..., the rewards 1, 2, 3, ...
+
+    The second step ends the episode, as `end` says: it terminates, or is truncated.
+    """
+
+    observation_space = Box(0, 9, (1,), np.float32)
+
+    def __init__(self, end: str) -> None:
+        super().__init__()
+        self.end = end
+
+    def observe(self) -> np.ndarray:
+        """Three more than the steps."""
+        return np.array([3.0 + self.steps], np.float32)
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        """Begin at 3."""
+        super().reset(**kwargs)
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Count."""
+        self.steps += 1
+        ends = [self.steps == 2 and self.end == end for end in ("terminated", "truncated")]
+        return self.observe(), float(self.steps), *ends, {}
 
 
 class Alternating(Probe):

@@ -1,12 +1,13 @@
 """The accounting of lives and games, against the same games replayed without our code."""
 
+from collections import defaultdict
 from typing import Any
 
 import ale_py  # noqa: F401 - registers the games
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import scalars
+from conftest import kept_batches, scalars
 
 import ppo_atari
 
@@ -21,28 +22,32 @@ GAME = {
 
 def test_lives_and_games(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost life and the end of a game are terminations; raw whole games are what is reported."""
-    played, rollouts = {"actions": []}, []
-    make_envs, rollout = ppo_atari.make_envs, ppo_atari.Rollout
+    played, scaled = defaultdict(list), []
+    make_envs, scale_rewards = ppo_atari.make_envs, ppo_atari.Agent.scale_rewards
 
     class Recorder(gym.vector.VectorWrapper):
         def reset(self, *, seed: int, **kwargs: Any) -> Any:
-            played["seed"] = seed
+            played["seed"].append(seed)
             return self.env.reset(seed=seed, **kwargs)
 
         def step(self, actions: np.ndarray) -> Any:
+            result = self.env.step(actions)
+            for name, x in zip(("terminations", "truncations"), result[2:4], strict=True):
+                played[name].append(x.copy())
             played["actions"].append(actions.copy())
-            return self.env.step(actions)
+            return result
 
-    def keep(*fields: Any) -> Any:
-        _, _, rewards, terminations, dones, final_obs = fields
-        rollouts.append((rewards.copy(), terminations.copy(), dones.copy()))
-        assert not final_obs
-        return rollout(*fields)
+    def keep(agent: Any, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
+        scaled.append(scale_rewards(agent, rewards, dones, gamma))
+        ends = np.stack(played["terminations"][-len(dones) :])
+        np.testing.assert_array_equal(dones[:-1], ends[:-1])
+        return scaled[-1]
 
-    monkeypatch.setattr(ppo_atari, "make_envs", lambda args: Recorder(make_envs(args)))
-    monkeypatch.setattr(ppo_atari, "Rollout", keep)
+    monkeypatch.setattr(ppo_atari, "make_envs", lambda *args: Recorder(make_envs(*args)))
+    monkeypatch.setattr(ppo_atari.Agent, "scale_rewards", keep)
     score = ppo_atari.train(ppo_atari.Args(total_timesteps=2048, **GAME))
-    rewards, terminations, dones = (np.concatenate(x) for x in zip(*rollouts, strict=True))
+    rewards, terminations = np.concatenate(scaled), np.stack(played["terminations"])
+    assert not np.any(played["truncations"])
 
     envs = gym.make_vec(  # the games alone: no lives, no clipping, no statistics
         "ALE/Breakout-v5",
@@ -52,7 +57,8 @@ def test_lives_and_games(monkeypatch: pytest.MonkeyPatch) -> None:
         repeat_action_probability=0.0,
         reward_clipping=False,
     )
-    _, info = envs.reset(seed=played["seed"])
+    _, info = envs.reset(seed=played["seed"][0])
+    assert len(played["seed"]) == 1
     games, totals, lengths, lost = [], np.zeros(2), np.zeros(2), np.zeros(2, bool)
     for t, actions in enumerate(played["actions"]):
         lives = info["lives"].copy()
@@ -61,7 +67,6 @@ def test_lives_and_games(monkeypatch: pytest.MonkeyPatch) -> None:
         totals, lengths = totals + raw, lengths + 1
         np.testing.assert_array_equal(rewards[t], np.sign(raw))
         np.testing.assert_array_equal(terminations[t], over | (info["lives"] < lives))
-        np.testing.assert_array_equal(dones[t], terminations[t])
         assert not truncated.any()
         for i in np.flatnonzero(over):
             games.append((2 * (t + 1), totals[i], lengths[i]))
@@ -77,7 +82,7 @@ def test_lives_and_games(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_time_limit_truncates() -> None:
     """A game cut by the limit on its frames is truncated, and its last screen is kept."""
     limit = {"max_num_frames_per_episode": 400}
-    envs = ppo_atari.make_envs(ppo_atari.Args(**GAME, env_kwargs=limit))
+    envs = ppo_atari.make_envs(ppo_atari.Args(**GAME, env_kwargs=limit), 2)
     obs, _ = envs.reset(seed=0)
     for _ in range(100):
         last = obs
@@ -117,7 +122,7 @@ class Games(gym.vector.VectorEnv):
 
 def test_a_time_limit_after_an_extra_life() -> None:
     """A cut game is no termination, although the next one begins with fewer lives."""
-    envs = ppo_atari.ForLearning(Games("ALE/Breakout-v5"))
+    envs = ppo_atari.EpisodicLife(Games("ALE/Breakout-v5"))
     envs.reset()
     terminations = envs.step(np.zeros(3, np.int64))[2]
     assert terminations.tolist() == [False, True, False]
@@ -128,7 +133,7 @@ def test_a_time_limit_after_an_extra_life() -> None:
 )
 def test_fire_after_a_lost_life(game: str, second: list[int]) -> None:
     """Fire is pressed after a lost life, not after the end of a game; where the game has it."""
-    envs = ppo_atari.ForLearning(Games(game))
+    envs = ppo_atari.EpisodicLife(Games(game))
     for _ in range(2):
         envs.reset()
         for _ in range(2):
@@ -138,7 +143,7 @@ def test_fire_after_a_lost_life(game: str, second: list[int]) -> None:
 
 def test_the_screens_come_last() -> None:
     """Observations are ALE's, with the four screens along the last dimension, the newest last."""
-    envs = ppo_atari.make_envs(ppo_atari.Args(**GAME))
+    envs = ppo_atari.make_envs(ppo_atari.Args(**GAME), 2)
     seen, (obs, _) = [], envs.reset(seed=0)
     for _ in range(8):
         seen.append(obs[..., -1])
@@ -157,7 +162,7 @@ def test_sticky_actions_are_off_by_default() -> None:
     for probability in (0.0, 0.5):
         args = ppo_atari.Args(**GAME, repeat_action_probability=probability)
         for attempt in range(2):
-            envs = ppo_atari.make_envs(args)
+            envs = ppo_atari.make_envs(args, 2)
             envs.reset(seed=3)
             rng = np.random.default_rng(0)
             seen = [envs.step(rng.integers(4, size=2))[0].copy() for _ in range(60)]
@@ -168,10 +173,29 @@ def test_sticky_actions_are_off_by_default() -> None:
     assert (screens[0.0, 0] != screens[0.5, 0]).any()
 
 
-def test_observations_are_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_screens_and_lost_lives() -> None:
+    """Where a life is lost, and nothing is reset, the final observation is the one that follows."""
+    envs = ppo_atari.make_envs(ppo_atari.Args(**GAME), 2)
+    envs.reset(seed=0)
+    lost = over = 0
+    for _ in range(300):
+        obs, _, terminations, truncations, info = envs.step(np.array([0, 3]))
+        assert terminations.any() == ("_final_obs" in info)
+        assert not truncations.any()
+        if "_final_obs" in info:
+            np.testing.assert_array_equal(info["_final_obs"], terminations)
+            for i in np.flatnonzero(terminations):
+                is_over = "_episode" in info and bool(info["_episode"][i])
+                over, lost = over + is_over, lost + (not is_over)
+                assert np.array_equal(info["final_obs"][i], obs[i]) == (not is_over)
+    envs.close()
+    assert over >= 1
+    assert lost >= 4 * over
+
+
+def test_observations_are_bytes() -> None:
     """Screens are stored as bytes, and scaled to 0 .. 1 only in the network."""
-    seen, ppo_loss = [], ppo_atari.ppo_loss
-    monkeypatch.setattr(ppo_atari, "ppo_loss", lambda *a: seen.append(a[1].obs) or ppo_loss(*a))
-    ppo_atari.train(ppo_atari.Args(total_timesteps=64, num_steps=32, **GAME))
-    assert {obs.dtype for obs in seen} == {ppo_atari.torch.uint8}
-    assert seen[0].max() > 1
+    with kept_batches(ppo_atari) as batches:
+        ppo_atari.train(ppo_atari.Args(total_timesteps=64, num_steps=32, **GAME))
+    assert {batch.obs.dtype for batch in batches} == {ppo_atari.torch.uint8}
+    assert batches[0].obs.max() > 1

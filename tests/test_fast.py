@@ -2,13 +2,14 @@
 
 import contextlib
 import copy
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import resume
 import torch
 from conftest import SCRIPTS, SHORT, scalars
-from test_survival import MODULES, command, failing, go_on, only_run, refusal, trained
+from test_survival import MODULES, command, crashed, go_on, only_run, refusal, trained
 
 ROOT = Path(__file__).parent.parent
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
@@ -27,7 +28,7 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any, Any, Any]:
     """An agent, a random batch for it, and its arguments."""
     args = script.Args(**SHORT[script.__name__] | {"num_envs": 2} | flags)
-    envs = script.make_envs(args)
+    envs = script.make_envs(args, 2)
     torch.manual_seed(1)
     agent = script.Agent(envs, args).to(device)
     envs.single_observation_space.seed(1)
@@ -35,8 +36,7 @@ def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any,
     obs = torch.as_tensor(samples).to(device)
     envs.close()
     with torch.no_grad():
-        actions = agent.make_act()(samples, agent.sample_noise(64))
-        actions = torch.as_tensor(actions).to(device)
+        actions = agent.get_action(obs, agent.sample_noise(64))
         logprobs, _, values = agent.evaluate_actions(obs, actions)
     logprobs += 0.3 * torch.randn(64, device=device)  # so that some ratios are clipped
     targets = torch.randn(2, 64, device=device)
@@ -52,7 +52,9 @@ def steps(script: ModuleType, learn: Any, agent: Any, batch: Any, args: Any, fus
     reports = []
     for _ in range(10):
         indices = torch.randperm(64, generator=generator)[:32].to(batch.obs.device)
-        reports.append(learn(agent, optimizer, batch, indices, args).clone())
+        metrics = learn(agent, optimizer, batch, indices, args)
+        assert all(name.startswith("losses/") for name in metrics)
+        reports.append(torch.stack([*metrics.values()]))  # the next CUDA graph overwrites them
     return agent.state_dict(), torch.stack(reports)
 
 
@@ -66,16 +68,16 @@ def vector(state: dict[str, torch.Tensor]) -> torch.Tensor:
     ("name", "flags"),
     [
         *((name, {}) for name in SCRIPTS),
-        ("ppo_continuous", {"state_std": True, "smooth_l1": True, "clip_vloss": True}),
+        ("ppo_continuous", {"state_std": True, "norm_adv": True, "clip_vloss": True}),
     ],
 )
 def test_compiled_is_eager(name: str, flags: dict[str, bool], device: str) -> None:
     """From the same batch, ten compiled steps lead to the same weights and reports."""
     script = MODULES[name]
     agent, batch, args = setting(script, device, **flags)
-    expected, reported = steps(script, script.gradient_step, agent, batch, args, fused=True)
+    expected, reported = steps(script, script.update, agent, batch, args, fused=True)
     torch.compiler.reset()
-    compiled = torch.compile(script.gradient_step, mode="reduce-overhead")
+    compiled = torch.compile(script.update, mode="reduce-overhead")
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         got, compiled_reported = steps(script, compiled, agent, batch, args, fused=False)
     # Adam divides by the gradients' size, so that rounding shows most where there is hardly one:
@@ -92,51 +94,44 @@ def test_compiled_run_is_resumed(folder: Path) -> None:
     flags = {"compile": True, "total_timesteps": 4096, "checkpoint_interval": 4}
     whole = resume.content(trained("ppo", **flags))
     (folder / "runs").rename(folder / "whole")
-    script = MODULES["ppo"]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        make_batch, calls = script.make_batch, []
-
-        def fail_at_last(*args: Any) -> Any:
-            calls.append(1)
-            return make_batch(*args) if len(calls) < 6 else 1 / 0
-
-        patch.setattr(script, "make_batch", fail_at_last)
-        script.train(script.Args(**SHORT["ppo"] | flags))
-    run, saved = script.load_checkpoint(str(only_run()))
-    script.train(script.Args(**saved["args"] | {"resume": str(run)}))
-    assert resume.differences(whole, resume.content(only_run())) == []
+    run, saved = crashed("ppo", 6, **flags)
+    assert saved["iteration"] == 4
+    go_on(MODULES["ppo"], run)
+    assert resume.differences(whole, resume.content(run)) == []
 
 
 def test_no_compiler(tmp_path: Path) -> None:
     """Without a compiler, --compile ends in a sentence, before anything is written."""
     environment = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
-    assert "needs a C++ compiler" in refusal("ppo", "--compile", env=environment)
+    assert "a C++ compiler" in refusal("ppo", "--compile", env=environment)
     assert not (tmp_path / "runs").exists()
     path = trained("ppo", eval_episodes=1) / "checkpoint.pt"  # an evaluation needs none
     saved = torch.load(path)
-    torch.save(saved | {"args": saved["args"] | {"compile": True}}, path)
-    evaluation = command("ppo", "--evaluate", path, env=environment)
+    args = json.dumps(json.loads(saved["args"]) | {"compile": True})
+    torch.save(saved | {"args": args}, path)
+    evaluation = command("ppo", "--evaluate", path.parent, env=environment)
     assert "greedy return" in evaluation.communicate(timeout=60)[0]
     assert evaluation.returncode == 0
 
 
-def test_layouts() -> None:
-    """Weights and moments that a checkpoint has in another order in memory are the same ones."""
-    flags = {"total_timesteps": 512, "checkpoint_interval": 2}
-    crash = failing(MODULES["ppo_atari"], "make_batch", 4, ZeroDivisionError())
-    with crash, pytest.raises(ZeroDivisionError):
-        trained("ppo_atari", **flags)
-    path, saved = MODULES["ppo_atari"].load_checkpoint(str(only_run()))
-    ends = []
+def test_layouts(train_agent: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hacker's agent whose weights lie in another order in memory learns the same ones."""
+    script, ends = MODULES["ppo_atari"], []
+    flags = SHORT["ppo_atari"] | {"total_timesteps": 128, "update_epochs": 1}
+    make = script.Agent
     for memory_format in (torch.contiguous_format, torch.channels_last):
-        for state in (saved["agent"], *saved["optimizer"]["state"].values()):
-            for name, x in state.items():
-                state[name] = x.contiguous(memory_format=memory_format) if x.ndim == 4 else x
-        torch.save(saved, path)
-        go_on(MODULES["ppo_atari"], **saved["args"] | {"resume": str(path)})
-        ends.append(MODULES["ppo_atari"].load_checkpoint(str(path))[1]["agent"])
-    assert all(torch.equal(x, ends[1][name]) for name, x in ends[0].items())
+        monkeypatch.setattr(
+            script,
+            "Agent",
+            lambda *args, order=memory_format: make(*args).to(memory_format=order),
+        )
+        ends.append(vector(train_agent(script, **flags)[0].state_dict()))
+        ends.append(vector(train_agent(script, **flags | {"learning_rate": 1e-30})[0].state_dict()))
+    (end, start), (other_end, other_start) = ends[:2], ends[2:]
+    torch.testing.assert_close(start, other_start, rtol=0, atol=1e-8)
+    assert (end - start).abs().max() > 5e-4
+    assert (other_end - end).norm() < 0.05 * (end - start).norm()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
@@ -168,15 +163,21 @@ def test_gpu(name: str, compiled: bool) -> None:
 
 JOB = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 import torch
 import torch.distributed as dist
 import {name} as script
 
-learn, checked = script.gradient_step, []
+learn, checked, latest = script.update, [], [None]
 
-def gradient_step(agent, *rest):
-    metrics = learn(agent, *rest)
+def update(agent, optimizer, batch, indices, args):
+    both = [torch.empty_like(batch.advantages) for _ in range(2)]
+    if batch is not latest[0]:
+        latest[0] = batch
+        dist.all_gather(both, batch.advantages)
+        assert not torch.equal(*both)
+    metrics = learn(agent, optimizer, batch, indices, args)
     weights = torch.cat([x.detach().flatten() for x in agent.parameters()])
     both = [torch.empty_like(weights) for _ in range(2)]
     dist.all_gather(both, weights)
@@ -184,32 +185,23 @@ def gradient_step(agent, *rest):
     checked.append(weights)
     return metrics
 
-make_batch, batches = script.make_batch, []
+reports = []
 
-def compare(*arguments):
-    batches.append(make_batch(*arguments))
-    both = [torch.empty_like(batches[-1].advantages) for _ in range(2)]
-    dist.all_gather(both, batches[-1].advantages)
-    assert not torch.equal(*both)
-    return batches[-1]
+def report(step, score):
+    reports.append(step)
+    assert len(reports) != {crash}, "crash"
 
-make_rollout, rollouts = script.Rollout, []
-
-def count(*arrays):
-    rollouts.append(arrays)
-    assert len(rollouts) != {crash}, "crash"
-    return make_rollout(*arrays)
-
-script.gradient_step, script.make_batch, script.Rollout = gradient_step, compare, count
-arguments = {flags}
+script.update = update
 if sys.argv[1:]:
-    arguments["resume"] = sys.argv[1]
-score = script.train(script.Args(**arguments))
+    args = replace(script.load_checkpoint(sys.argv[1])["args"], resume=sys.argv[1])
+else:
+    args = script.Args(**{flags})
+score = script.train(args, report)
 # Gloo's threads would sometimes abort the process at its end.
 threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
 assert "pt_gloo_runloop" not in threads, threads
 # One write: print would make several, and those of the two processes mingle.
-sys.stdout.write(f"checked {{len(checked)}} score {{score}}\\n")
+sys.stdout.write(f"checked {{len(checked)}} score {{score}} steps {{reports}}\\n")
 """
 
 
@@ -246,7 +238,8 @@ def test_job(name: str, folder: Path) -> None:
         flags |= {"env_id": "ALE/Pong-v5", "eval_episodes": 0}
     done = torchrun(JOB.format(name=name, flags=flags, crash=0))
     assert done.returncode == 0, done.stderr
-    checked, score = zip(*re.findall(r"checked (\d+) score (\S+)", done.stdout), strict=True)
+    found = re.findall(r"checked (\d+) score (\S+) steps (.+)", done.stdout)
+    checked, score, steps = zip(*found, strict=True)
     expected = resume.content(only_run())
     iterations = expected[0]["iteration"]
     args = expected[0]["args"]
@@ -254,7 +247,11 @@ def test_job(name: str, folder: Path) -> None:
     assert checked[0] == checked[1]
     assert score[0] == score[1]
     assert args["num_envs"] == 2
-    assert expected[0]["step"] == flags["total_timesteps"] == iterations * 2 * args["num_steps"]
+    size = 2 * args["num_steps"]
+    assert flags["total_timesteps"] == iterations * size
+    assert [*steps] == [str([size * (i + 1) for i in range(iterations)])] * 2
+    ended = expected[1].get("charts/episodic_return", [])
+    assert name == "ppo_atari" or len({step for step, _ in ended}) > 1
     (folder / "runs").rename(folder / "whole")
 
     crashed = torchrun(JOB.format(name=name, flags=flags, crash=2))
@@ -273,14 +270,14 @@ import {name} as script
 from test_fast import setting, steps
 
 agent, batch, args = setting(script)
-expected, reported = steps(script, script.gradient_step, agent, batch, args, True)
+expected, reported = steps(script, script.update, agent, batch, args, True)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 
 def learn(agent, optimizer, batch, indices, args):
     own = indices.chunk(2)[rank]
-    metrics = script.gradient_step(agent, optimizer, batch, own, args)
-    return script.gather(metrics[None]).mean(0)
+    metrics = script.update(agent, optimizer, batch, own, args)
+    return {{key: script.gather(x[None]).mean() for key, x in metrics.items()}}
 
 got, both_reported = steps(script, learn, agent, batch, args, True)
 for key, x in expected.items():
@@ -288,7 +285,7 @@ for key, x in expected.items():
 torch.testing.assert_close(both_reported, reported, rtol=1e-2, atol=1e-3)
 
 if hasattr(script, "RunningStatistics"):
-    values, statistics = torch.randn(40) + 5, script.RunningStatistics(())
+    values, statistics = torch.randn(40) + 5, script.RunningStatistics()
     for part in values.split(20):
         statistics.update(part.chunk(2)[rank])
     torch.testing.assert_close(statistics.mean, values.mean(), rtol=1e-3, atol=0)
@@ -334,8 +331,8 @@ def test_a_stopped_job(number: int, processes: int, folder: Path) -> None:
         _, stderr = job.communicate(timeout=60)
     assert job.returncode == 1
     assert stderr.count(f"stopped: go on with --resume {only_run()}") == 1
-    _, saved = MODULES["ppo"].load_checkpoint(str(only_run()))
-    assert not saved["finished"]
+    iterations = MODULES["ppo"].load_checkpoint(only_run())["iteration"]
+    assert 0 < iterations < 100_000_000 // (4 * 4096)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -343,7 +340,7 @@ def test_a_job_without_gpus(folder: Path) -> None:
     """Where a process of a job has no GPU, it says so before anything is written."""
     done = torchrun(COMMAND, "--device", "cuda")
     assert done.returncode != 0
-    assert "there is no device cuda:" in done.stderr
+    assert re.search(r"^ppo\.py: cuda:\d, or .* is missing", done.stderr, re.MULTILINE)
     assert "UsageError" not in done.stderr
     assert not (folder / "runs").exists()
 
@@ -369,17 +366,46 @@ def test_a_job_that_is_not_finite(folder: Path) -> None:
     """What is nan in one process of a job ends all of them with a sentence, in that iteration."""
     done = torchrun(NOT_FINITE)
     assert done.returncode == 0, done.stderr
-    first, second = sorted(done.stdout.splitlines(), key=lambda x: "reward" in x)
-    assert "loss became infinite or nan in iteration 2, up to step 768" in first
+    first, second = sorted(done.stdout.splitlines(), key=lambda x: x.startswith("reward"))
+    assert re.match(r"(losses|debug)/\w+ became infinite or nan in iteration 2, up to step", first)
     assert second.startswith("reward became infinite or nan in iteration 2, up to step 768")
 
 
-def test_shares_that_do_not_divide() -> None:
-    """Environments that can't be split over processes are refused, and so is an evaluation."""
-    environment = os.environ | {"WORLD_SIZE": "3"}
-    sentence = refusal("ppo", env=environment)
-    assert "num_envs * num_steps = 4 * 128" in sentence
+def test_shares_that_do_not_divide(folder: Path) -> None:
+    """Environments that can't be split over processes are refused."""
+    sentence = refusal("ppo", env=os.environ | {"WORLD_SIZE": "3"})
+    assert "num_envs * num_steps = 512" in sentence
     assert "3 processes" in sentence
-    environment["WORLD_SIZE"] = "2"
-    run = trained("ppo", eval_episodes=1)
-    assert "without torchrun" in refusal("ppo", "--evaluate", run, env=environment)
+    assert not (folder / "runs").exists()
+
+
+RAISES = f"""
+import os
+import sys
+
+sys.path.insert(0, {str(ROOT)!r})
+from ppo import Args, train
+
+def report(step, score):
+    if step == 2048 and os.environ["RANK"] == "{{rank}}":
+        sys.stderr.write("a report raised\\n")
+        raise ZeroDivisionError
+
+train(Args(total_timesteps=100_000_000, eval_episodes=0), report)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_report_that_raises_in_a_job(rank: int) -> None:
+    """What a report raises in one process of a job ends the other within seconds, too."""
+    with started_job(RAISES.format(rank=rank)) as job:
+        for line in job.stderr:
+            if "a report raised" in line:
+                break
+        start = time.monotonic()
+        stderr = job.stderr.read()  # until all processes that write there have ended
+        job.wait(timeout=1)
+        assert time.monotonic() - start < 15
+    assert "ZeroDivisionError" in stderr
+    assert job.returncode == 1
+    assert [step for step, _ in scalars("losses/value_loss")] == [512, 1024, 1536, 2048]

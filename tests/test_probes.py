@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import kept_batches
 from probe_envs import Bounded
 
 import ppo
@@ -28,14 +29,15 @@ CONTINUOUS = {"env_kwargs": {"continuous": True}}
 def values(agent: Any, *observations: float) -> list[float]:
     """What the agent makes of observations, in units of the raw rewards."""
     with torch.no_grad():
-        estimates = agent.value(torch.tensor(observations)[:, None])
+        estimates = agent.get_value(torch.tensor(observations)[:, None])
     scale = agent.return_statistics.var.sqrt() if hasattr(agent, "return_statistics") else 1.0
     return (estimates * scale).tolist()
 
 
 def actions(agent: Any, *observations: float) -> np.ndarray:
     """What the agent would do, without noise."""
-    return agent.make_act()(np.array(observations)[:, None])
+    with torch.no_grad():
+        return agent.get_action(torch.tensor(observations)[:, None]).numpy()
 
 
 def test_constant_reward(train_agent: Callable) -> None:
@@ -94,7 +96,7 @@ def test_deviation_has_a_floor(state_std: bool, train_agent: Callable) -> None:
     for log_std_min in (-20, -0.8):
         agent, _ = train_agent(ppo_continuous, log_std_min=log_std_min, **flags)
         with torch.no_grad():
-            log_std = agent.policy(torch.tensor([[-1.0], [1.0]]), agent.actor, agent.log_std)[1]
+            log_std = agent.get_mean_and_log_std(torch.tensor([[-1.0], [1.0]]))[1]
         lowest.append(log_std.min().item())
     assert lowest[0] < -1
     assert lowest[1] == pytest.approx(-0.8, abs=0.1)
@@ -141,21 +143,14 @@ def test_masked_actions_are_never_taken(train_agent: Callable) -> None:
 
 @pytest.mark.parametrize("flags", [{}, {"squash": True}, {"state_std": True}])
 def test_actions_are_bounded_for_the_environment_only(
-    flags: dict[str, Any], train_agent: Callable, monkeypatch: pytest.MonkeyPatch
+    flags: dict[str, Any], train_agent: Callable
 ) -> None:
     """The environment gets actions within its bounds; what is learned from is not bounded."""
-    stored, make_batch = [], ppo_continuous.make_batch
-
-    def keep(*args: Any) -> Any:
-        batch = make_batch(*args)
-        stored.append(batch.actions.clone())
-        return batch
-
-    monkeypatch.setattr(ppo_continuous, "make_batch", keep)
     Bounded.received.clear()
     flags = flags | {"env_id": "probe_envs:Bounded-v0", "recompute_advantages": False}
-    agent, _ = train_agent(ppo_continuous, **SETTINGS, **flags)
-    stored = torch.cat(stored).numpy()
+    with kept_batches(ppo_continuous) as batches:
+        agent, _ = train_agent(ppo_continuous, **SETTINGS, **flags)
+    stored = torch.cat([batch.actions for batch in batches]).numpy()
     assert (np.abs(stored) > 1).mean() > 0.001
     low, high = np.array([2, -0.3]), np.array([10, 0])
     bound = np.tanh if agent.squash else lambda x: x.clip(-1, 1)

@@ -1,16 +1,19 @@
 """What a run does, through `train`."""
 
+import contextlib
 import importlib
+import multiprocessing
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, SHORT, same_weights, scalars
+from conftest import SCRIPTS, SHORT, kept_batches, same_weights, scalars, watching
 
 import ppo
 import ppo_continuous
@@ -37,22 +40,20 @@ def test_async_is_sync(train_agent: Callable) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_first_minibatch_has_ratio_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_minibatch_has_ratio_one(name: str) -> None:
     """Log-probabilities after the rollout are those of the actions taken in it, and none clip.
 
     Later minibatches of an iteration move away from there.
     """
     script, seen = importlib.import_module(name), []
-    ppo_loss = script.ppo_loss
 
-    def keep(agent: Any, batch: Any, args: Any) -> Any:
-        logprobs, _, _ = agent.evaluate_actions(batch.obs, batch.actions)
-        seen.append((logprobs - batch.logprobs).exp().detach())
-        return ppo_loss(agent, batch, args)
+    def keep(agent: Any, batch: Any, indices: torch.Tensor) -> None:
+        logprobs, _, _ = agent.evaluate_actions(batch.obs[indices], batch.actions[indices])
+        seen.append((logprobs - batch.logprobs[indices]).exp().detach())
 
-    monkeypatch.setattr(script, "ppo_loss", keep)
     args = script.Args(**SHORT[name])
-    script.train(args)
+    with watching(script, keep):
+        script.train(args)
     per_iteration = args.num_minibatches * args.update_epochs
     assert len(seen) % per_iteration == 0
     for i in range(0, len(seen), per_iteration):
@@ -60,11 +61,11 @@ def test_first_minibatch_has_ratio_one(name: str, monkeypatch: pytest.MonkeyPatc
         assert (seen[i + per_iteration - 1] - 1).abs().max() > 1e-4
 
 
-def test_the_rollout_was_sampled_from_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rollout_was_sampled_from_the_policy() -> None:
     """Actions follow the probabilities that the agent gives them: a chi-squared test."""
-    batches, make_batch = [], ppo.make_batch
-    monkeypatch.setattr(ppo, "make_batch", lambda *a: batches.append(make_batch(*a)) or batches[-1])
-    ppo.train(ppo.Args(eval_episodes=0, total_timesteps=10_240, learning_rate=1e-3))
+    with kept_batches(ppo) as batches:
+        ppo.train(ppo.Args(eval_episodes=0, total_timesteps=10_240, learning_rate=1e-3))
+    assert len(batches) == 20
     actions = torch.cat([batch.actions[:, 0] for batch in batches]).double()
     probability = torch.cat([batch.logprobs.exp() for batch in batches]).double()
     one = torch.where(actions == 1, probability, 1 - probability)
@@ -76,11 +77,12 @@ def test_the_rollout_was_sampled_from_the_policy(monkeypatch: pytest.MonkeyPatch
     assert abs(deviation) < 4
 
 
-def test_every_sample_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sample_once_an_epoch() -> None:
     """The minibatches of an epoch are its samples, shuffled, and shuffled anew in the next."""
-    seen, ppo_loss = [], ppo.ppo_loss
-    monkeypatch.setattr(ppo, "ppo_loss", lambda *a: seen.append(a[1].obs.clone()) or ppo_loss(*a))
-    ppo.train(ppo.Args(eval_episodes=0, total_timesteps=512, num_minibatches=8, update_epochs=3))
+    seen = []
+    sizes = {"total_timesteps": 512, "num_minibatches": 8, "update_epochs": 3}
+    with watching(ppo, lambda _, batch, indices: seen.append(batch.obs[indices])):
+        ppo.train(ppo.Args(eval_episodes=0, **sizes))
     assert len(seen) == 24
     assert {len(minibatch) for minibatch in seen} == {64}
     epochs = [torch.cat(seen[i : i + 8]).tolist() for i in (0, 8, 16)]
@@ -131,16 +133,20 @@ def test_truncated_episodes_count() -> None:
 def test_final_observations(
     script: Any, vectorization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where an episode is cut, its last observation is kept, although the reset overwrites it."""
-    kept, rollout = [], script.Rollout
-    monkeypatch.setattr(script, "Rollout", lambda *x: kept.append(x[-1]) or rollout(*x))
+    """Where an episode is cut, its last observation is kept, although the reset overwrites it.
+
+    An observation is made worth itself, so that the advantage of every step is 1 + (n + 1) - n; it
+    would be 1 + 0 - 6 where what the reset made of the last observation were taken for it.
+    """
+    monkeypatch.setattr(script.Agent, "get_value", lambda self, obs: obs[:, 0])
+    monkeypatch.setattr(script.Agent, "scale_rewards", lambda self, rewards, *_: rewards)
     kwargs = {"env_id": "probe_envs:Overwriting-v0", "vectorization": vectorization}
-    kwargs["env_kwargs"] = {"continuous": script is ppo_continuous}
-    script.train(
-        script.Args(eval_episodes=0, total_timesteps=128, num_envs=2, num_steps=64, **kwargs)
-    )
-    assert list(kept[0]) == [(t, i) for t in range(6, 64, 7) for i in (0, 1)]
-    assert {float(x[0]) for x in kept[0].values()} == {7.0}
+    kwargs |= {"env_kwargs": {"continuous": script is ppo_continuous}, "eval_episodes": 0}
+    sizes = {"total_timesteps": 128, "num_envs": 2, "num_steps": 64, "gamma": 1, "gae_lambda": 0}
+    with kept_batches(script) as batches:
+        script.train(script.Args(**sizes, **kwargs))
+    assert batches[0].obs[:, 0].tolist() == [float(t % 7) for t in range(64) for _ in range(2)]
+    assert set(batches[0].advantages.tolist()) == {2.0}
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
@@ -172,37 +178,100 @@ def test_raw_rewards_are_reported() -> None:
     assert score == pytest.approx(np.mean(returns[-100:]))
 
 
-def test_no_state_is_left_behind() -> None:
-    """A process can train again and again: threads, settings and files are as before."""
-    threads, torch_threads = threading.active_count(), torch.get_num_threads()
+class Stop(Exception):
+    """What a report raises."""
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_continuous])
+def test_no_state_is_left_behind(script: ModuleType) -> None:
+    """A process can train again and again: threads, settings and processes are as before.
+
+    Whether the training ends, is stopped by what a report raises, or fails.
+    """
+
+    def state() -> tuple[Any, ...]:
+        handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
+        children = len(multiprocessing.active_children())
+        threads = threading.active_count(), torch.get_num_threads()
+        return threads, torch.is_grad_enabled(), handlers, children
+
+    def stop(step: int, score: float) -> None:
+        raise stopped
+
+    flags = SHORT[script.__name__] | {"vectorization": "async"}
+    torch_threads, stopped = torch.get_num_threads(), Stop()
     torch.set_num_threads(2)
-    for _ in range(2):
-        ppo.train(ppo.Args(eval_episodes=0, total_timesteps=512))
-        assert threading.active_count() == threads
-        assert torch.get_num_threads() == 2
-        assert torch.is_grad_enabled()
+    before = state()
+    assert before[0][1] == 2
+    for report in (None, stop, None):
+        with contextlib.ExitStack() as ending:
+            if report:
+                raised = ending.enter_context(pytest.raises(Stop))
+            script.train(script.Args(**flags), report)
+        assert state() == before
+    assert raised.value is stopped
+    with pytest.raises(script.UsageError):
+        script.train(script.Args(**flags | {"env_id": "NoSuch-v0"}))
+    assert state() == before
     torch.set_num_threads(torch_threads)
-    runs = list(Path("runs").iterdir())
-    assert len(runs) == 2
-    for run in runs:
-        assert scalars("charts/learning_rate", run) == [(512, pytest.approx(2.5e-4))]
+    runs = sorted(Path("runs").iterdir())
+    size = 512
+    lengths = [len(scalars("charts/learning_rate", run)) for run in runs]
+    assert lengths == [2048 // size, 1, 2048 // size]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_report(name: str) -> None:
+    """Each iteration ends with a report: how many steps there were, and the mean return."""
+    script, reports = importlib.import_module(name), []
+    args = script.Args(**SHORT[name])
+    score = script.train(args, lambda *numbers: reports.append(numbers))
+    size = args.num_envs * args.num_steps
+    assert [step for step, _ in reports] == [*range(size, args.total_timesteps + 1, size)]
+    assert [step for step, _ in scalars("losses/value_loss")] == [step for step, _ in reports]
+    returns = scalars("charts/episodic_return")
+    for step, mean in reports:
+        ended = [x for at, x in returns if at <= step][-100:]
+        assert mean == pytest.approx(np.mean(ended)) if ended else np.isnan(mean)
+    assert score == reports[-1][1]
 
 
 def test_learning_rate() -> None:
-    """It falls, to 0 after the last iteration, linearly or as a cosine, or stays."""
-    for name, flags in (
-        ("linear", {}),
-        ("cosine", {"lr_schedule": "cosine"}),
-        ("constant", {"anneal_lr": False}),
-    ):
+    """It falls linearly, to 0 after the last iteration, or stays."""
+    for name, flags in (("linear", {}), ("constant", {"anneal_lr": False})):
         ppo.train(ppo.Args(eval_episodes=0, total_timesteps=2048, exp_name=name, **flags))
     rates = {}
     for run in Path("runs").iterdir():
         logged = scalars("charts/learning_rate", run)
         rates[run.name.split("__")[1]] = [rate / 2.5e-4 for _, rate in logged]
     assert rates["linear"] == pytest.approx([1, 0.75, 0.5, 0.25])
-    assert rates["cosine"] == pytest.approx([1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4])
     assert rates["constant"] == pytest.approx([1] * 4)
+
+
+def test_evaluation_at_checkpoints(train_agent: Callable) -> None:
+    """There is a greedy return at each checkpoint and at the end, which change no training."""
+    flags = {"total_timesteps": 5 * 512, "checkpoint_interval": 2}
+    plain, score = train_agent(ppo, exp_name="plain", **flags)
+    flags |= {"eval_checkpoints": True, "eval_episodes": 2}
+    evaluated, same_score = train_agent(ppo, exp_name="evaluated", **flags)
+    assert same_weights(plain, evaluated)
+    assert score == same_score
+    (run,) = Path("runs").glob("*evaluated*")
+    assert [step for step, _ in scalars("eval/return", run)] == [1024, 2048, 2560]
+    saved = ppo.load_checkpoint(run)
+    assert saved["iteration"] == 5
+    last = ppo.evaluate(saved["args"], run)["eval/return"]
+    assert scalars("eval/return", run)[-1][1] == pytest.approx(last)
+
+
+@pytest.mark.parametrize(("limit", "told"), [(4000, 2), (200, 0)])
+def test_no_episode_ended(limit: int, told: int, capsys: pytest.CaptureFixture) -> None:
+    """Where checkpoints cut every episode before its end, the run says so, and only there."""
+    flags = SHORT["ppo_continuous"] | {"total_timesteps": 2560, "checkpoint_interval": 2}
+    ppo_continuous.train(ppo_continuous.Args(**flags, env_kwargs={"max_episode_steps": limit}))
+    error = capsys.readouterr().err
+    assert error.count("no episode ended in 2 iterations") == told
+    assert error.count("--checkpoint-interval") == told
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -219,7 +288,7 @@ def test_groups_of_parameters(
         made.append((adam(groups, lr=lr, **kwargs), linear, [x.clone() for x in linear]))
         return made[0][0]
 
-    monkeypatch.setattr(torch.optim, "Adam", two_rates)
+    monkeypatch.setattr(ppo, "Adam", two_rates)
     train_agent(ppo, total_timesteps=2048, compile=compiled)
     optimizer, weights, before = made[0]
     changed = [not torch.equal(x, y) for x, y in zip(weights, before, strict=True)]
@@ -228,45 +297,82 @@ def test_groups_of_parameters(
     assert rates == pytest.approx([2.5e-4 / 4, 1e-3 / 4])
 
 
+def updated(
+    logprobs: list[float], values: list[float], batch: ppo.Batch, **flags: Any
+) -> tuple[dict[str, float], list[float]]:
+    """What an update reports, and its gradient, where the network is these two and no entropy."""
+    numbers = torch.nn.Parameter(torch.tensor([logprobs, values]))
+    zeros = torch.zeros(len(values))
+    agent = SimpleNamespace(evaluate_actions=lambda *_: (numbers[0], zeros, numbers[1]))
+    optimizer = torch.optim.SGD([numbers], lr=1.0)
+    before, indices = numbers.detach().clone(), torch.arange(len(values))
+    metrics = ppo.update(agent, optimizer, batch, indices, ppo.Args(**flags))
+    moved = (before - numbers.detach()).flatten().tolist()
+    return {name: float(x) for name, x in metrics.items()}, moved
+
+
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("flags", "expected", "gradient"),
     [
-        ({"clip_vloss": False}, (0.125 + 4.5) / 2),
-        ({"clip_vloss": False, "smooth_l1": True}, (0.125 + 2.5) / 2),
-        ({}, (0.125 + 0.5 * 3.3**2) / 2),
-        ({"smooth_l1": True}, (0.125 + 2.8) / 2),
+        ({"clip_vloss": False}, (0.125 + 4.5) / 2, [0.25, 1.5]),
+        ({}, (0.125 + 0.5 * 3.3**2) / 2, [0.25, 0]),
     ],
 )
-def test_value_loss(flags: dict[str, bool], expected: float) -> None:
+def test_value_loss(flags: dict[str, bool], expected: float, gradient: list[float]) -> None:
     """Errors of 0.5 and 3, the latter 3.3 where a value is clipped to 0.2 from the old one."""
-    values, old, returns = torch.tensor([[1.0, 4.0], [1.0, 4.5], [0.5, 1.0]])
+    values, old, returns = [1.0, 4.0], torch.tensor([1.0, 4.5]), torch.tensor([0.5, 1.0])
     zeros = torch.zeros(2)
-    agent = SimpleNamespace(evaluate_actions=lambda *_: (zeros, zeros, values))
-    batch = ppo.Batch(zeros, zeros, zeros, torch.ones(2), returns, old)
-    _, metrics = ppo.ppo_loss(agent, batch, ppo.Args(**flags))
-    reported = dict(zip(ppo.LOSSES, metrics.tolist(), strict=True))
-    assert reported["value_loss"] == pytest.approx(expected)
+    batch = ppo.Batch(zeros, zeros, zeros, zeros, returns, old)
+    metrics, moved = updated([0.0, 0.0], values, batch, vf_coef=1, max_grad_norm=9, **flags)
+    assert metrics["losses/value_loss"] == pytest.approx(expected)
+    assert moved == pytest.approx([0, 0, *gradient], abs=1e-6)
 
 
-def count_calls(monkeypatch: pytest.MonkeyPatch, name: str, **kwargs: Any) -> int:
-    """How often a training run calls a function."""
-    calls, function = [], getattr(ppo, name)
-    with monkeypatch.context() as patch:
-        patch.setattr(ppo, name, lambda *a: calls.append(1) or function(*a))
-        ppo.train(ppo.Args(eval_episodes=0, total_timesteps=1024, **kwargs))
-    return len(calls)
+@pytest.mark.parametrize("max_grad_norm", [9.0, 0.1])
+def test_policy_loss(max_grad_norm: float) -> None:
+    """Four samples: whose ratio is clipped for an advantage, and unclipped for its opposite."""
+    ratios, advantages = np.array([1.5, 1.5, 0.5, 0.5]), np.array([1.0, -1.0, 1.0, -1.0])
+    zeros = torch.zeros(4)
+    batch = ppo.Batch(zeros, zeros, zeros, torch.tensor(advantages).float(), zeros, zeros)
+    flags = {"norm_adv": False, "max_grad_norm": max_grad_norm}
+    metrics, moved = updated(np.log(ratios).tolist(), [0.0] * 4, batch, **flags)
+    # 1.5 is clipped to 1.2 where that is less, 0.5 to 0.8 where the advantage is negative.
+    assert metrics["losses/policy_loss"] == pytest.approx((-1.2 + 1.5 - 0.5 + 0.8) / 4)
+    assert metrics["losses/clipfrac"] == 1
+    assert metrics["losses/old_approx_kl"] == pytest.approx(-np.log(ratios).mean())
+    assert metrics["losses/approx_kl"] == pytest.approx((ratios - 1 - np.log(ratios)).mean())
+    gradient = np.array([0, 1.5, -0.5, 0, 0, 0, 0, 0]) / 4
+    norm = np.linalg.norm(gradient)
+    assert metrics["losses/grad_norm"] == pytest.approx(norm)
+    assert moved == pytest.approx(gradient * min(1, max_grad_norm / norm), rel=1e-4, abs=1e-6)
 
 
-def test_target_kl_stops_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_normalized_advantages() -> None:
+    """A minibatch's advantages are shifted and scaled to a mean of 0 and a deviation of 1."""
+    ratios, zeros = np.array([1.1, 1.0, 0.9]), torch.zeros(3)
+    batch = ppo.Batch(zeros, zeros, zeros, torch.tensor([5.0, 7.0, 9.0]), zeros, zeros)
+    metrics, _ = updated(np.log(ratios).tolist(), [0.0] * 3, batch)
+    assert metrics["losses/policy_loss"] == pytest.approx((1.1 * 1 - 0.9 * 1) / 3)
+
+
+def test_target_kl_stops_epochs() -> None:
     """A tiny target stops after the first of four epochs, a large one not at all."""
-    assert count_calls(monkeypatch, "ppo_loss", target_kl=1e-9) == 2 * 4
-    assert count_calls(monkeypatch, "ppo_loss", target_kl=10.0) == 2 * 4 * 4
+    for target, updates in ((1e-9, 2 * 4), (10.0, 2 * 4 * 4)):
+        seen = []
+        with watching(ppo, lambda *args, seen=seen: seen.append(args)):
+            ppo.train(ppo.Args(eval_episodes=0, total_timesteps=1024, target_kl=target))
+        assert len(seen) == updates
 
 
-def test_recompute_advantages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Advantages are computed once an iteration, or in every epoch of it."""
-    assert count_calls(monkeypatch, "compute_advantages") == 2
-    assert count_calls(monkeypatch, "compute_advantages", recompute_advantages=True) == 2 * 4
+def test_recompute_advantages() -> None:
+    """Advantages are computed once an iteration, or in every epoch of it, from other values."""
+    for flags, count in (({}, 2), ({"recompute_advantages": True}, 2 * 4)):
+        with kept_batches(ppo) as batches:
+            ppo.train(ppo.Args(eval_episodes=0, total_timesteps=1024, **flags))
+        assert len(batches) == count
+        assert len({tuple(batch.values.tolist()) for batch in batches}) == count
+        assert len({tuple(batch.advantages.tolist()) for batch in batches}) == count
+        assert len({tuple(batch.logprobs.tolist()) for batch in batches}) == 2
 
 
 @pytest.mark.parametrize(
@@ -286,7 +392,7 @@ def test_scalars() -> None:
     ppo_continuous.train(ppo_continuous.Args(**SHORT["ppo_continuous"]))
     charts = "episodic_return episodic_length learning_rate SPS policy_std"
     losses = "value_loss policy_loss entropy approx_kl old_approx_kl clipfrac"
-    debug = "value value_target advantage"
+    debug = "values returns advantages"
     for tag in [f"charts/{name}" for name in charts.split()]:
         assert np.isfinite([value for _, value in scalars(tag)]).all(), tag
     for tag in [f"losses/{name}" for name in [*losses.split(), "explained_variance", "grad_norm"]]:
