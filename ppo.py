@@ -28,8 +28,10 @@ import time
 from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +42,6 @@ import torch.distributed as dist
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, TransformAction
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
@@ -90,6 +91,7 @@ class Args:
     target_kl: float | None = None  # begin no further epoch after one with a larger mean KL
 
 
+Array = Tensor | np.ndarray
 FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "mask_actions"]  # in a resume
 
 
@@ -125,9 +127,7 @@ class FlatEnv(gym.Wrapper):
         self.observation_space = Box(-np.inf, np.inf, (size,), np.float32)
 
     def flatten(self, obs: Any, info: dict[str, Any]) -> np.ndarray:
-        if not isinstance(self.space, Box):
-            obs = gym.spaces.flatten(self.space, obs)
-        obs = np.array(obs, np.float32).ravel()  # a copy: some overwrite what they returned
+        obs = gym.spaces.flatten(self.space, obs).astype(np.float32)  # a copy: some overwrite it
         return np.append(obs, np.float32(info["action_mask"])) if self.mask_actions else obs
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
@@ -184,6 +184,21 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
     return layer
 
 
+def in_numpy(layer: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
+    """The layer or network as it is now, for arrays: few rows take a quarter of PyTorch's time."""
+    kind = None if layer._forward_hooks else type(layer)
+    if kind is nn.Sequential:
+        functions = [in_numpy(x) for x in layer]
+        return lambda x: reduce(lambda output, function: function(output), functions, x)
+    if kind is nn.Linear:
+        weight, bias = layer.weight.numpy(force=True).T, layer.bias.numpy(force=True)
+        return lambda x: x @ weight + bias
+    if kind is nn.Tanh:
+        return np.tanh
+    layer = deepcopy(layer).cpu()  # other layers stay in PyTorch
+    return lambda x: layer(torch.as_tensor(x)).numpy()
+
+
 def gather(x: Tensor) -> Tensor:
     """The tensors of all processes that torchrun started, one after another."""
     if not dist.is_initialized():
@@ -194,7 +209,7 @@ def gather(x: Tensor) -> Tensor:
 
 
 class Agent(nn.Module):
-    """Separate actor and critic (detail 13); an action is `num_choices` choices at once.
+    """Separate actor and critic (detail 13); an action is `num_choices` choices (detail 37).
 
     B is the number of rows. Only parameters and buffers are saved.
     """
@@ -221,23 +236,27 @@ class Agent(nn.Module):
         )
         # Choices with fewer options than others are padded; the padding gets no probability.
         is_padding = torch.as_tensor(np.arange(self.num_options) >= nvec[:, None])
-        self.register_buffer("padding", torch.where(is_padding, -1e8, 0.0))
+        self.actor[-1].bias.data[is_padding.flatten()] = -1e8
 
-    def get_logits(self, obs: Tensor) -> Tensor:
-        """Unnormalized log-probabilities, (B, num_choices, num_options) (detail 37)."""
-        logits = self.actor(obs).view(-1, self.num_choices, self.num_options) + self.padding
+    def get_logits(self, obs: Array, output: Array) -> Array:
+        """Unnormalized log-probabilities from the actor's output, (B, num_choices, num_options)."""
+        logits = output.reshape(-1, self.num_choices, self.num_options)
         if self.mask_actions:
             logits = logits + 1e8 * (obs[:, None, -self.num_options :] - 1)
         return logits
 
     def get_action(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         """The most probable actions, (B, num_choices), or, with noise, a sample of the policy."""
-        return (self.get_logits(obs) + noise).argmax(-1)
+        return (self.get_logits(obs, self.actor(obs)) + noise).argmax(-1)
+
+    def make_act(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+        """`get_action` with the weights of now, for arrays. The rollout checks that both agree."""
+        actor = in_numpy(self.actor)
+        return lambda obs, noise: (self.get_logits(obs, actor(obs)) + noise).argmax(-1)
 
     def sample_noise(self, *shape: int) -> Tensor:
         """Gumbel noise, (*shape, num_choices, num_options): argmax with it samples a softmax."""
-        noise = torch.empty(*shape, *self.padding.shape, device=self.padding.device)
-        return -noise.exponential_().log()
+        return -torch.empty(*shape, self.num_choices, self.num_options).exponential_().log()
 
     def get_value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
@@ -245,7 +264,7 @@ class Agent(nn.Module):
 
     def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities and entropies, summed over the choices, and values, each (B,)."""
-        logprobs = self.get_logits(obs).log_softmax(-1)
+        logprobs = self.get_logits(obs, self.actor(obs)).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum((-1, -2))
         logprob = logprobs.gather(-1, actions[..., None]).sum((-1, -2))
         return logprob, entropy, self.get_value(obs)
@@ -341,23 +360,17 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
 
 def catch_signals(on_exit: ExitStack) -> list[int]:
     """Note the first SIGINT or SIGTERM in the list, until `on_exit` closes; a second one kills."""
-    caught = []
+    signals = []
 
-    def catch(number: int, frame: Any) -> None:
-        if caught and not dist.is_torchelastic_launched():  # torchrun sends a second one itself
+    def note(number: int, frame: Any) -> None:
+        if signals and not dist.is_torchelastic_launched():  # torchrun sends a second one itself
             os._exit(128 + number)
-        caught.append(number)
+        signals.append(number)
 
     if threading.current_thread() is threading.main_thread():  # others can't handle signals
         for number in (signal.SIGINT, signal.SIGTERM):
-            on_exit.callback(signal.signal, number, signal.signal(number, catch))
-    return caught
-
-
-def log(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
-    """Write scalars as one event: a sixth of the time that `add_scalar` takes for each."""
-    values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
-    writer.file_writer.add_summary(Summary(value=values), step)
+            on_exit.callback(signal.signal, number, signal.signal(number, note))
+    return signals
 
 
 def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
@@ -372,14 +385,16 @@ def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
     on_exit.callback(wandb.finish)
 
 
-def load_checkpoint(folder: str | Path) -> dict[str, Any]:
-    """The checkpoint of the run in this folder, as `train` saved it, but its "args" as `Args`."""
+def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict[str, Any]:
+    """Return the checkpoint of the run in this folder, its "args" as `Args`; load the agent's."""
     path = Path(folder, "checkpoint.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if agent:
+            agent.load_state_dict(checkpoint["agent"])
         return checkpoint | {"args": Args(**json.loads(checkpoint["args"]))}
     except Exception as error:
-        raise UsageError(f"{path} is missing, damaged, or of another script: {error!r}") from error
+        raise UsageError(f"{path} is missing or damaged, or doesn't fit: {error!r}") from error
 
 
 def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
@@ -389,10 +404,7 @@ def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
     # A single environment: if several raced for the episodes, short ones would be favoured.
     with closing(make_envs(args, 1, video_folder if args.capture_video else None)) as envs:
         agent = Agent(envs, args).requires_grad_(False)
-        try:
-            agent.load_state_dict(load_checkpoint(folder)["agent"])
-        except RuntimeError as error:
-            raise UsageError(f"{folder} is of another environment than {args.env_id}") from error
+        load_checkpoint(folder, agent)
         obs, _ = envs.reset(seed=seed)
         while len(returns) < args.eval_episodes:
             actions = agent.get_action(torch.as_tensor(obs))
@@ -419,11 +431,13 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         local_num_envs, batch_size = args.num_envs // world_size, args.num_envs * args.num_steps
         num_iterations = args.total_timesteps // batch_size
         interval = args.checkpoint_interval or num_iterations
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-        folder = Path(args.resume or f"runs/{name.replace('/', '-').replace(':', '-')}")
+        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+        folder = Path(args.resume or f"runs/{run_name.replace('/', '-').replace(':', '-')}")
         checkpoint = {"iteration": 0, "last_returns": []}
         if args.resume:
             checkpoint = load_checkpoint(folder)
+            if checkpoint["iteration"] >= num_iterations:
+                raise UsageError(f"{folder} is finished: extend it with --total-timesteps")
             for name, value in asdict(args).items():
                 if value != getattr(checkpoint["args"], name) and name != "resume":
                     if name in FIXED:
@@ -460,13 +474,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
         rewards = np.zeros(shape, np.float32)
         terminations, truncations = np.zeros((2, *shape), bool)
-        # get_action, recorded once: it sees all updates, and takes half the time for a few rows.
-        example = torch.from_numpy(obs[0]).to(device), agent.sample_noise(local_num_envs)
-        act = torch.jit.trace_module(agent, {"get_action": example}, check_trace=False).get_action
 
-        start_time, mean_return = time.perf_counter(), np.mean(last_returns or math.nan)
-        in_loop = on_exit.enter_context(ExitStack())  # closes before the evaluation
-        signals = catch_signals(in_loop)
+        in_loop = on_exit.enter_context(ExitStack())  # closes before the last evaluation
+        start_time, signals = time.perf_counter(), catch_signals(in_loop)
         bar = tqdm(total=args.total_timesteps, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
@@ -486,11 +496,12 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
             # Rollout. The policy stays the same: draw all noise before, only act within, and
             # compute log-probabilities and values after, in one batch.
-            noise, episodes, metrics = agent.sample_noise(*shape).unbind(), [], defaultdict(list)
+            episodes, metrics = [], defaultdict(list)
             with torch.no_grad():
+                act, noise = agent.make_act(), agent.sample_noise(*shape).numpy()
                 for t in range(args.num_steps):
                     obs[t] = next_obs
-                    actions[t] = act(torch.tensor(next_obs, device=device), noise[t]).cpu().numpy()
+                    actions[t] = act(next_obs, noise[t])
                     next_obs, rewards[t], terminated, truncated, infos = envs.step(actions[t])
                     terminations[t], truncations[t] = terminated, truncated & ~terminated
                     global_step += args.num_envs
@@ -503,9 +514,10 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
                 b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # hacks may alter these
                 b_actions = torch.tensor(actions, device=device).flatten(0, 1)
-                again = agent.get_action(b_obs[:256].clone(), torch.cat(noise)[:256])
+                b_noise = torch.tensor(noise, device=device).flatten(0, 1)
+                again = agent.get_action(b_obs[:256].clone(), b_noise[:256])
                 close = torch.isclose(again, b_actions[:256], 1e-3, 1e-3, equal_nan=True)
-                assert close.float().mean() > 0.95, "get_action changed: set act = agent.get_action"
+                assert close.float().mean() > 0.95, "make_act does otherwise than get_action"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
             dones = terminations | truncations
             dones[-1] |= is_cut  # what scale_rewards sums up begins anew
@@ -563,9 +575,10 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             mean_return = float(np.mean(last_returns or math.nan))
             if rank == 0:
                 for step, total, length in episodes:
-                    charts = {"charts/episodic_return": total, "charts/episodic_length": length}
-                    log(writer, charts, step)
-                log(writer, scalars, global_step)
+                    writer.add_scalar("charts/episodic_return", total, step)
+                    writer.add_scalar("charts/episodic_length", length, step)
+                for name, x in scalars.items():
+                    writer.add_scalar(name, x, global_step)
             bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
             bar.update(batch_size)
 
@@ -576,31 +589,28 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 tqdm.write(f"no episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
                 writer.flush()
-                checkpoint = {
-                    "args": json.dumps(asdict(args) | {"resume": None}, default=np.generic.item),
-                    "agent": agent.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "iteration": iteration + 1,
-                    "last_returns": last_returns,
-                }
+                checkpoint = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+                checkpoint |= {"iteration": iteration + 1, "last_returns": last_returns}
+                arguments = asdict(args) | {"resume": None}
+                checkpoint["args"] = json.dumps(arguments, default=np.generic.item)
                 torch.save(checkpoint, folder / "checkpoint.tmp")
                 os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # always a whole
-                if args.eval_checkpoints and is_cut and not is_last:  # all is seeded anew after it
-                    log(writer, evaluate(args, folder), global_step)
             if report:
                 report(global_step, mean_return)
             if stop_signals:
                 if rank == 0:
                     tqdm.write(f"stopped: go on with --resume {folder}", sys.stderr)
                 sys.exit(128 + stop_signals[0])
-        in_loop.close()
+            if is_last:
+                in_loop.close()
+            # After a cut, all is seeded anew, so that an evaluation disturbs nothing.
+            if rank == 0 and (args.eval_episodes if is_last else is_cut and args.eval_checkpoints):
+                for name, x in evaluate(args, folder).items():
+                    writer.add_scalar(name, x, global_step)
         if rank == 0:
-            seconds, steps = time.perf_counter() - start_time, global_step - start_step
-            if args.eval_episodes:
-                log(writer, evaluate(args, folder), global_step)
             score = f"return {mean_return:.1f} over the last {len(last_returns)} episodes"
-            speed = f"{steps:,} steps in {seconds:.1f} s, {steps / seconds:,.0f} steps/s"
-            print(f"{args.env_id}, seed {args.seed}: mean {score}; {speed}; {folder}")
+            speed = f"{global_step - start_step:,} steps, {scalars['charts/SPS']:,.0f} steps/s"
+            tqdm.write(f"{args.env_id}, seed {args.seed}: mean {score}; {speed}; {folder}")
         return mean_return
 
 

@@ -40,7 +40,6 @@ import torch.distributed as dist
 import tyro
 from gymnasium.spaces import Box
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, RecordVideo
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
@@ -117,33 +116,19 @@ def check(args: Args) -> None:
         raise UsageError(f"total_timesteps is less than num_envs * num_steps = {batch_size}")
 
 
-class AgentView(gym.vector.VectorWrapper):
-    """Render games as the agent sees them, for a video: ALE's vector environment renders none."""
-
-    render_mode = "rgb_array"
-
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        self.screens, info = self.env.reset(**kwargs)
-        return self.screens, info
-
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
-        self.screens, *rest = self.env.step(actions)
-        return self.screens, *rest
-
-    def render(self) -> list[np.ndarray]:
-        """The last screen of each game, enlarged, (336, 336, 3)."""
-        return [x[-1].repeat(4, 0).repeat(4, 1)[..., None].repeat(3, 2) for x in self.screens]
-
-
 class EpisodicLife(gym.vector.VectorWrapper):
     """Report a lost life as a termination, and play on (detail 16): press fire, for which many
     games wait (detail 17), in place of the next action, which is learned from all the same.
 
-    Screens come last, (84, 84, 4), as convolutions are the fastest in this order.
+    Screens come last, (84, 84, 4), as convolutions are the fastest in this order. A video, which
+    shows whole games, is of what the agent sees: ALE's vector environment renders nothing.
     """
 
-    def __init__(self, env: gym.vector.VectorEnv) -> None:
+    render_mode = "rgb_array"
+
+    def __init__(self, env: gym.vector.VectorEnv, has_video: bool) -> None:
         super().__init__(env)
+        self.has_video = has_video
         self.has_fire = env.unwrapped.ale.get_action_set()[1] == ale_py.Action.FIRE
         self.single_observation_space = Box(0, 255, (84, 84, 4), np.uint8)
         self.observation_space = Box(0, 255, (env.num_envs, 84, 84, 4), np.uint8)
@@ -151,7 +136,8 @@ class EpisodicLife(gym.vector.VectorWrapper):
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         obs, info = self.env.reset(**kwargs)
         self.lives, self.lost = info["lives"].copy(), np.zeros(self.num_envs, bool)
-        return np.stack(obs.swapaxes(0, 1), -1), info
+        self.obs = np.stack(obs.swapaxes(0, 1), -1)
+        return self.obs, info
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
         actions = np.where(self.lost & self.has_fire, 1, actions)
@@ -162,8 +148,13 @@ class EpisodicLife(gym.vector.VectorWrapper):
         if ended.any():
             final_obs = np.where(over[:, None, None, None], info.get("final_obs", obs), obs)
             info |= {"final_obs": final_obs.transpose(0, 2, 3, 1), "_final_obs": ended}
-        obs = np.stack(obs.swapaxes(0, 1), -1)
-        return obs, rewards, terminations | self.lost, truncations, info
+        self.obs = np.stack(obs.swapaxes(0, 1), -1)
+        ended_now = terminations if self.has_video else terminations | self.lost
+        return self.obs, rewards, ended_now, truncations, info
+
+    def render(self) -> list[np.ndarray]:
+        """The last screen of each game, enlarged, (336, 336, 3)."""
+        return [x[..., -1:].repeat(4, 0).repeat(4, 1).repeat(3, 2) for x in self.obs]
 
 
 def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
@@ -173,9 +164,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     With a `video_folder`, `eval_episodes` games are recorded there, whole. Raises `UsageError`.
     """
     if not args.env_id.split(":")[-1].startswith("ALE/"):
-        raise UsageError(
-            f"{args.env_id} is no game, which are named as ALE/Breakout-v5: try ppo.py"
-        )
+        raise UsageError(f"{args.env_id} is no game, such as ALE/Breakout-v5: try ppo.py")
     if not 0 <= args.repeat_action_probability <= 1:
         raise UsageError("repeat_action_probability must be from 0 to 1")
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), presses no-op and fire
@@ -189,12 +178,12 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     usable = hasattr(envs.single_action_space, "n")
     if not usable or envs.single_observation_space.shape != (4, 84, 84):
         raise UsageError(f"the network isn't for what env_kwargs {args.env_kwargs} make")
-    if video_folder:
-        trigger = {"episode_trigger": lambda i: i < args.eval_episodes}
+    envs = EpisodicLife(RecordEpisodeStatistics(envs), bool(video_folder))
+    if video_folder:  # 15 steps a second are 60 frames
         envs = RecordVideo(
-            AgentView(envs), str(video_folder), fps=15, **trigger
-        )  # of 60 frames, 4 a step
-    return EpisodicLife(RecordEpisodeStatistics(envs))
+            envs, str(video_folder), episode_trigger=lambda i: i < args.eval_episodes, fps=15
+        )
+    return envs
 
 
 def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear | nn.Conv2d:
@@ -246,10 +235,19 @@ class Agent(nn.Module):
         """The most probable actions, (B,), or, with noise, a sample of the policy."""
         return (self.actor(self.get_features(obs)) + noise).argmax(-1)
 
+    def make_act(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+        """`get_action` for arrays."""
+        device = self.actor.weight.device
+
+        def act(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+            obs, noise = torch.tensor(obs, device=device), torch.tensor(noise, device=device)
+            return self.get_action(obs, noise).cpu().numpy()
+
+        return act
+
     def sample_noise(self, *shape: int) -> Tensor:
         """Gumbel noise, (*shape, number of actions): argmax with it samples a softmax."""
-        noise = torch.empty(*shape, self.actor.out_features, device=self.actor.weight.device)
-        return -noise.exponential_().log()
+        return -torch.empty(*shape, self.actor.out_features).exponential_().log()
 
     def get_value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
@@ -354,23 +352,17 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
 
 def catch_signals(on_exit: ExitStack) -> list[int]:
     """Note the first SIGINT or SIGTERM in the list, until `on_exit` closes; a second one kills."""
-    caught = []
+    signals = []
 
-    def catch(number: int, frame: Any) -> None:
-        if caught and not dist.is_torchelastic_launched():  # torchrun sends a second one itself
+    def note(number: int, frame: Any) -> None:
+        if signals and not dist.is_torchelastic_launched():  # torchrun sends a second one itself
             os._exit(128 + number)
-        caught.append(number)
+        signals.append(number)
 
     if threading.current_thread() is threading.main_thread():  # others can't handle signals
         for number in (signal.SIGINT, signal.SIGTERM):
-            on_exit.callback(signal.signal, number, signal.signal(number, catch))
-    return caught
-
-
-def log(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
-    """Write scalars as one event: a sixth of the time that `add_scalar` takes for each."""
-    values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
-    writer.file_writer.add_summary(Summary(value=values), step)
+            on_exit.callback(signal.signal, number, signal.signal(number, note))
+    return signals
 
 
 def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
@@ -385,14 +377,16 @@ def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
     on_exit.callback(wandb.finish)
 
 
-def load_checkpoint(folder: str | Path) -> dict[str, Any]:
-    """The checkpoint of the run in this folder, as `train` saved it, but its "args" as `Args`."""
+def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict[str, Any]:
+    """Return the checkpoint of the run in this folder, its "args" as `Args`; load the agent's."""
     path = Path(folder, "checkpoint.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if agent:
+            agent.load_state_dict(checkpoint["agent"])
         return checkpoint | {"args": Args(**json.loads(checkpoint["args"]))}
     except Exception as error:
-        raise UsageError(f"{path} is missing, damaged, or of another script: {error!r}") from error
+        raise UsageError(f"{path} is missing or damaged, or doesn't fit: {error!r}") from error
 
 
 def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
@@ -402,10 +396,7 @@ def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
     # A single environment: if several raced for the episodes, short ones would be favoured.
     with closing(make_envs(args, 1, video_folder if args.capture_video else None)) as envs:
         agent = Agent(envs, args).requires_grad_(False)
-        try:
-            agent.load_state_dict(load_checkpoint(folder)["agent"])
-        except RuntimeError as error:
-            raise UsageError(f"{folder} is of another environment than {args.env_id}") from error
+        load_checkpoint(folder, agent)
         obs, _ = envs.reset(seed=seed)
         while len(returns) < args.eval_episodes:
             actions = agent.get_action(torch.as_tensor(obs))
@@ -432,11 +423,13 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         local_num_envs, batch_size = args.num_envs // world_size, args.num_envs * args.num_steps
         num_iterations = args.total_timesteps // batch_size
         interval = args.checkpoint_interval or num_iterations
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-        folder = Path(args.resume or f"runs/{name.replace('/', '-').replace(':', '-')}")
+        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+        folder = Path(args.resume or f"runs/{run_name.replace('/', '-').replace(':', '-')}")
         checkpoint = {"iteration": 0, "last_returns": []}
         if args.resume:
             checkpoint = load_checkpoint(folder)
+            if checkpoint["iteration"] >= num_iterations:
+                raise UsageError(f"{folder} is finished: extend it with --total-timesteps")
             for name, value in asdict(args).items():
                 if value != getattr(checkpoint["args"], name) and name != "resume":
                     if name in FIXED:
@@ -473,13 +466,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
         rewards = np.zeros(shape, np.float32)
         terminations, truncations = np.zeros((2, *shape), bool)
-        # get_action, recorded once: it sees all updates, and takes half the time for a few rows.
-        example = torch.from_numpy(obs[0]).to(device), agent.sample_noise(local_num_envs)
-        act = torch.jit.trace_module(agent, {"get_action": example}, check_trace=False).get_action
 
-        start_time, mean_return = time.perf_counter(), np.mean(last_returns or math.nan)
-        in_loop = on_exit.enter_context(ExitStack())  # closes before the evaluation
-        signals = catch_signals(in_loop)
+        in_loop = on_exit.enter_context(ExitStack())  # closes before the last evaluation
+        start_time, signals = time.perf_counter(), catch_signals(in_loop)
         bar = tqdm(total=args.total_timesteps, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
@@ -499,11 +488,12 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
             # Rollout. The policy stays the same: draw all noise before, only act within, and
             # compute log-probabilities and values after, in one batch.
-            noise, episodes, metrics = agent.sample_noise(*shape).unbind(), [], defaultdict(list)
+            episodes, metrics = [], defaultdict(list)
             with torch.no_grad():
+                act, noise = agent.make_act(), agent.sample_noise(*shape).numpy()
                 for t in range(args.num_steps):
                     obs[t] = next_obs
-                    actions[t] = act(torch.tensor(next_obs, device=device), noise[t]).cpu().numpy()
+                    actions[t] = act(next_obs, noise[t])
                     next_obs, rewards[t], terminated, truncated, infos = envs.step(actions[t])
                     terminations[t], truncations[t] = terminated, truncated & ~terminated
                     global_step += args.num_envs
@@ -516,9 +506,10 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
                 b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # hacks may alter these
                 b_actions = torch.tensor(actions, device=device).flatten(0, 1)
-                again = agent.get_action(b_obs[:256].clone(), torch.cat(noise)[:256])
+                b_noise = torch.tensor(noise, device=device).flatten(0, 1)
+                again = agent.get_action(b_obs[:256].clone(), b_noise[:256])
                 close = torch.isclose(again, b_actions[:256], 1e-3, 1e-3, equal_nan=True)
-                assert close.float().mean() > 0.95, "get_action changed: set act = agent.get_action"
+                assert close.float().mean() > 0.95, "make_act does otherwise than get_action"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
             dones = terminations | truncations
             dones[-1] |= is_cut  # what scale_rewards sums up begins anew
@@ -576,9 +567,10 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             mean_return = float(np.mean(last_returns or math.nan))
             if rank == 0:
                 for step, total, length in episodes:
-                    charts = {"charts/episodic_return": total, "charts/episodic_length": length}
-                    log(writer, charts, step)
-                log(writer, scalars, global_step)
+                    writer.add_scalar("charts/episodic_return", total, step)
+                    writer.add_scalar("charts/episodic_length", length, step)
+                for name, x in scalars.items():
+                    writer.add_scalar(name, x, global_step)
             bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
             bar.update(batch_size)
 
@@ -589,31 +581,28 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 tqdm.write(f"no episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
                 writer.flush()
-                checkpoint = {
-                    "args": json.dumps(asdict(args) | {"resume": None}, default=np.generic.item),
-                    "agent": agent.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "iteration": iteration + 1,
-                    "last_returns": last_returns,
-                }
+                checkpoint = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+                checkpoint |= {"iteration": iteration + 1, "last_returns": last_returns}
+                arguments = asdict(args) | {"resume": None}
+                checkpoint["args"] = json.dumps(arguments, default=np.generic.item)
                 torch.save(checkpoint, folder / "checkpoint.tmp")
                 os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # always a whole
-                if args.eval_checkpoints and is_cut and not is_last:  # all is seeded anew after it
-                    log(writer, evaluate(args, folder), global_step)
             if report:
                 report(global_step, mean_return)
             if stop_signals:
                 if rank == 0:
                     tqdm.write(f"stopped: go on with --resume {folder}", sys.stderr)
                 sys.exit(128 + stop_signals[0])
-        in_loop.close()
+            if is_last:
+                in_loop.close()
+            # After a cut, all is seeded anew, so that an evaluation disturbs nothing.
+            if rank == 0 and (args.eval_episodes if is_last else is_cut and args.eval_checkpoints):
+                for name, x in evaluate(args, folder).items():
+                    writer.add_scalar(name, x, global_step)
         if rank == 0:
-            seconds, steps = time.perf_counter() - start_time, global_step - start_step
-            if args.eval_episodes:
-                log(writer, evaluate(args, folder), global_step)
             score = f"return {mean_return:.1f} over the last {len(last_returns)} episodes"
-            speed = f"{steps:,} steps in {seconds:.1f} s, {steps / seconds:,.0f} steps/s"
-            print(f"{args.env_id}, seed {args.seed}: mean {score}; {speed}; {folder}")
+            speed = f"{global_step - start_step:,} steps, {scalars['charts/SPS']:,.0f} steps/s"
+            tqdm.write(f"{args.env_id}, seed {args.seed}: mean {score}; {speed}; {folder}")
         return mean_return
 
 

@@ -28,8 +28,10 @@ import time
 from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +42,6 @@ import torch.distributed as dist
 import tyro
 from gymnasium.spaces import Box
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, TransformAction
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.tensorboard import SummaryWriter
@@ -93,6 +94,7 @@ class Args:
     target_kl: float | None = None  # begin no further epoch after one with a larger mean KL
 
 
+Array = Tensor | np.ndarray
 FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "squash", "state_std"]  # in a resume
 
 
@@ -128,9 +130,7 @@ class FlatEnv(gym.Wrapper):
         self.observation_space = Box(-np.inf, np.inf, (size,), np.float32)
 
     def flatten(self, obs: Any) -> np.ndarray:
-        if not isinstance(self.space, Box):
-            obs = gym.spaces.flatten(self.space, obs)
-        return np.array(obs, np.float32).ravel()  # a copy: some overwrite what they returned
+        return gym.spaces.flatten(self.space, obs).astype(np.float32)  # a copy: some overwrite it
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         obs, _ = self.env.reset(**kwargs)
@@ -187,6 +187,21 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
     return layer
 
 
+def in_numpy(layer: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
+    """The layer or network as it is now, for arrays: few rows take a quarter of PyTorch's time."""
+    kind = None if layer._forward_hooks else type(layer)
+    if kind is nn.Sequential:
+        functions = [in_numpy(x) for x in layer]
+        return lambda x: reduce(lambda output, function: function(output), functions, x)
+    if kind is nn.Linear:
+        weight, bias = layer.weight.numpy(force=True).T, layer.bias.numpy(force=True)
+        return lambda x: x @ weight + bias
+    if kind is nn.Tanh:
+        return np.tanh
+    layer = deepcopy(layer).cpu()  # other layers stay in PyTorch
+    return lambda x: layer(torch.as_tensor(x)).numpy()
+
+
 def gather(x: Tensor) -> Tensor:
     """The tensors of all processes that torchrun started, one after another."""
     if not dist.is_initialized():
@@ -213,11 +228,6 @@ class RunningStatistics(nn.Module):
         share, delta = len(samples) / self.count, mean - self.mean
         self.mean += share * delta
         self.var += share * (var - self.var + (1 - share) * delta.square())
-
-
-def log_slope_of_tanh(x: Tensor) -> Tensor:
-    """log(1 - tanh(x)^2), exact for large x too, summed over the last dimension."""
-    return 2 * (math.log(2) - x - nn.functional.softplus(-2 * x)).sum(-1)
 
 
 class Agent(nn.Module):
@@ -251,42 +261,60 @@ class Agent(nn.Module):
         self.return_statistics = RunningStatistics()
         self.discounted_returns = np.zeros(envs.num_envs, np.float32)  # not saved: 0 after a cut
 
-    def normalize(self, obs: Tensor) -> Tensor:
+    def normalize(self, obs: Array, mean: Array, var: Array) -> Array:
         """Observations in units of the deviations seen so far, clipped (details 28 and 29)."""
-        mean, var = self.obs_statistics.mean, self.obs_statistics.var
-        return ((obs - mean) / (var + 1e-8).sqrt()).clamp(-10, 10)
+        return ((obs - mean) / (var + 1e-8) ** 0.5).clip(-10, 10)
 
-    def get_mean_and_log_std(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of a Gaussian, (B, num_actions); the second is (num_actions,) without state_std."""
-        mean = self.actor(self.normalize(obs))
+    def get_mean_and_log_std(self, output: Array, log_std: Array) -> tuple[Array, Array]:
+        """Those of a Gaussian from the actor's output, (B, num_actions)."""
         if not self.state_std:
-            return mean, self.log_std  # detail 24
-        mean, change = mean.chunk(2, -1)
-        return mean, (self.log_std + change).clamp(self.log_std_min)
+            return output, log_std  # detail 24
+        mean, change = output[:, : self.num_actions], output[:, self.num_actions :]
+        return mean, (log_std + change).clip(self.log_std_min)
+
+    def get_distribution(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and logarithm of the standard deviation of the actions, (B, num_actions)."""
+        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.var)
+        return self.get_mean_and_log_std(self.actor(obs), self.log_std)
 
     def get_action(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         """The policy's means, (B, num_actions), or, with noise, a sample of it (detail 23)."""
-        mean, log_std = self.get_mean_and_log_std(obs)
+        mean, log_std = self.get_distribution(obs)
         return mean + noise * log_std.exp()
+
+    def make_act(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+        """`get_action` with the weights of now, for arrays. The rollout checks that both agree."""
+        actor, log_std = in_numpy(self.actor), self.log_std.numpy(force=True)
+        obs_mean = self.obs_statistics.mean.numpy(force=True)
+        obs_var = self.obs_statistics.var.numpy(force=True)
+
+        def act(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+            output = actor(self.normalize(obs, obs_mean, obs_var))
+            mean, action_log_std = self.get_mean_and_log_std(output, log_std)
+            return mean + noise * np.exp(action_log_std)
+
+        return act
 
     def sample_noise(self, *shape: int) -> Tensor:
         """Standard Gaussian noise, (*shape, num_actions)."""
-        return torch.randn(*shape, self.num_actions, device=self.log_std.device)
+        return torch.randn(*shape, self.num_actions)
 
     def get_value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
-        return self.critic(self.normalize(obs)).squeeze(-1)
+        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.var)
+        return self.critic(obs).squeeze(-1)
 
     def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities and entropies, summed over actions (detail 25), and values, (B,)."""
-        mean, log_std = self.get_mean_and_log_std(obs)
+        mean, log_std = self.get_distribution(obs)
         std = log_std.exp()
         log_scale = (log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
         logprob = -0.5 * ((actions - mean) / std).square().sum(-1) - log_scale
         entropy = (log_scale + 0.5 * self.num_actions).expand_as(logprob)
-        if self.squash:  # p(tanh x) = p(x) / (1 - tanh(x)^2); the entropy by one sample of x
-            logprob = logprob - log_slope_of_tanh(actions)
-            entropy = entropy + log_slope_of_tanh(mean + std * torch.randn_like(mean))
+        if self.squash:  # p(tanh x) = p(x) / (1 - tanh(x)^2). In a ratio, the slope cancels;
+            sample = mean + std * torch.randn_like(mean)  # to the entropy, log(slope) is added
+            slope = 2 * (math.log(2) - sample - nn.functional.softplus(-2 * sample))
+            entropy = entropy + slope.sum(-1)
         return logprob, entropy, self.get_value(obs)
 
     def scale_rewards(self, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
@@ -307,7 +335,7 @@ class Agent(nn.Module):
         Only now, so that the policy stays the same throughout a rollout and its update.
         """
         self.log_std.clamp_(self.log_std_min)
-        std = gather(self.get_mean_and_log_std(obs)[1].exp()).mean().item()
+        std = gather(self.get_distribution(obs)[1].exp()).mean().item()
         self.obs_statistics.update(obs)
         return {"charts/policy_std": std}
 
@@ -394,23 +422,17 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
 
 def catch_signals(on_exit: ExitStack) -> list[int]:
     """Note the first SIGINT or SIGTERM in the list, until `on_exit` closes; a second one kills."""
-    caught = []
+    signals = []
 
-    def catch(number: int, frame: Any) -> None:
-        if caught and not dist.is_torchelastic_launched():  # torchrun sends a second one itself
+    def note(number: int, frame: Any) -> None:
+        if signals and not dist.is_torchelastic_launched():  # torchrun sends a second one itself
             os._exit(128 + number)
-        caught.append(number)
+        signals.append(number)
 
     if threading.current_thread() is threading.main_thread():  # others can't handle signals
         for number in (signal.SIGINT, signal.SIGTERM):
-            on_exit.callback(signal.signal, number, signal.signal(number, catch))
-    return caught
-
-
-def log(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
-    """Write scalars as one event: a sixth of the time that `add_scalar` takes for each."""
-    values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
-    writer.file_writer.add_summary(Summary(value=values), step)
+            on_exit.callback(signal.signal, number, signal.signal(number, note))
+    return signals
 
 
 def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
@@ -425,14 +447,16 @@ def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
     on_exit.callback(wandb.finish)
 
 
-def load_checkpoint(folder: str | Path) -> dict[str, Any]:
-    """The checkpoint of the run in this folder, as `train` saved it, but its "args" as `Args`."""
+def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict[str, Any]:
+    """Return the checkpoint of the run in this folder, its "args" as `Args`; load the agent's."""
     path = Path(folder, "checkpoint.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if agent:
+            agent.load_state_dict(checkpoint["agent"])
         return checkpoint | {"args": Args(**json.loads(checkpoint["args"]))}
     except Exception as error:
-        raise UsageError(f"{path} is missing, damaged, or of another script: {error!r}") from error
+        raise UsageError(f"{path} is missing or damaged, or doesn't fit: {error!r}") from error
 
 
 def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
@@ -442,10 +466,7 @@ def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
     # A single environment: if several raced for the episodes, short ones would be favoured.
     with closing(make_envs(args, 1, video_folder if args.capture_video else None)) as envs:
         agent = Agent(envs, args).requires_grad_(False)
-        try:
-            agent.load_state_dict(load_checkpoint(folder)["agent"])
-        except RuntimeError as error:
-            raise UsageError(f"{folder} is of another environment than {args.env_id}") from error
+        load_checkpoint(folder, agent)
         obs, _ = envs.reset(seed=seed)
         while len(returns) < args.eval_episodes:
             actions = agent.get_action(torch.as_tensor(obs))
@@ -472,11 +493,13 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         local_num_envs, batch_size = args.num_envs // world_size, args.num_envs * args.num_steps
         num_iterations = args.total_timesteps // batch_size
         interval = args.checkpoint_interval or num_iterations
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-        folder = Path(args.resume or f"runs/{name.replace('/', '-').replace(':', '-')}")
+        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+        folder = Path(args.resume or f"runs/{run_name.replace('/', '-').replace(':', '-')}")
         checkpoint = {"iteration": 0, "last_returns": []}
         if args.resume:
             checkpoint = load_checkpoint(folder)
+            if checkpoint["iteration"] >= num_iterations:
+                raise UsageError(f"{folder} is finished: extend it with --total-timesteps")
             for name, value in asdict(args).items():
                 if value != getattr(checkpoint["args"], name) and name != "resume":
                     if name in FIXED:
@@ -513,13 +536,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
         rewards = np.zeros(shape, np.float32)
         terminations, truncations = np.zeros((2, *shape), bool)
-        # get_action, recorded once: it sees all updates, and takes half the time for a few rows.
-        example = torch.from_numpy(obs[0]).to(device), agent.sample_noise(local_num_envs)
-        act = torch.jit.trace_module(agent, {"get_action": example}, check_trace=False).get_action
 
-        start_time, mean_return = time.perf_counter(), np.mean(last_returns or math.nan)
-        in_loop = on_exit.enter_context(ExitStack())  # closes before the evaluation
-        signals = catch_signals(in_loop)
+        in_loop = on_exit.enter_context(ExitStack())  # closes before the last evaluation
+        start_time, signals = time.perf_counter(), catch_signals(in_loop)
         bar = tqdm(total=args.total_timesteps, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
@@ -539,11 +558,12 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
             # Rollout. The policy stays the same: draw all noise before, only act within, and
             # compute log-probabilities and values after, in one batch.
-            noise, episodes, metrics = agent.sample_noise(*shape).unbind(), [], defaultdict(list)
+            episodes, metrics = [], defaultdict(list)
             with torch.no_grad():
+                act, noise = agent.make_act(), agent.sample_noise(*shape).numpy()
                 for t in range(args.num_steps):
                     obs[t] = next_obs
-                    actions[t] = act(torch.tensor(next_obs, device=device), noise[t]).cpu().numpy()
+                    actions[t] = act(next_obs, noise[t])
                     next_obs, rewards[t], terminated, truncated, infos = envs.step(actions[t])
                     terminations[t], truncations[t] = terminated, truncated & ~terminated
                     global_step += args.num_envs
@@ -556,9 +576,10 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
                 b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # hacks may alter these
                 b_actions = torch.tensor(actions, device=device).flatten(0, 1)
-                again = agent.get_action(b_obs[:256].clone(), torch.cat(noise)[:256])
+                b_noise = torch.tensor(noise, device=device).flatten(0, 1)
+                again = agent.get_action(b_obs[:256].clone(), b_noise[:256])
                 close = torch.isclose(again, b_actions[:256], 1e-3, 1e-3, equal_nan=True)
-                assert close.float().mean() > 0.95, "get_action changed: set act = agent.get_action"
+                assert close.float().mean() > 0.95, "make_act does otherwise than get_action"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
             dones = terminations | truncations
             dones[-1] |= is_cut  # what scale_rewards sums up begins anew
@@ -616,9 +637,10 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             mean_return = float(np.mean(last_returns or math.nan))
             if rank == 0:
                 for step, total, length in episodes:
-                    charts = {"charts/episodic_return": total, "charts/episodic_length": length}
-                    log(writer, charts, step)
-                log(writer, scalars, global_step)
+                    writer.add_scalar("charts/episodic_return", total, step)
+                    writer.add_scalar("charts/episodic_length", length, step)
+                for name, x in scalars.items():
+                    writer.add_scalar(name, x, global_step)
             bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
             bar.update(batch_size)
 
@@ -629,31 +651,28 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 tqdm.write(f"no episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
                 writer.flush()
-                checkpoint = {
-                    "args": json.dumps(asdict(args) | {"resume": None}, default=np.generic.item),
-                    "agent": agent.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "iteration": iteration + 1,
-                    "last_returns": last_returns,
-                }
+                checkpoint = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+                checkpoint |= {"iteration": iteration + 1, "last_returns": last_returns}
+                arguments = asdict(args) | {"resume": None}
+                checkpoint["args"] = json.dumps(arguments, default=np.generic.item)
                 torch.save(checkpoint, folder / "checkpoint.tmp")
                 os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # always a whole
-                if args.eval_checkpoints and is_cut and not is_last:  # all is seeded anew after it
-                    log(writer, evaluate(args, folder), global_step)
             if report:
                 report(global_step, mean_return)
             if stop_signals:
                 if rank == 0:
                     tqdm.write(f"stopped: go on with --resume {folder}", sys.stderr)
                 sys.exit(128 + stop_signals[0])
-        in_loop.close()
+            if is_last:
+                in_loop.close()
+            # After a cut, all is seeded anew, so that an evaluation disturbs nothing.
+            if rank == 0 and (args.eval_episodes if is_last else is_cut and args.eval_checkpoints):
+                for name, x in evaluate(args, folder).items():
+                    writer.add_scalar(name, x, global_step)
         if rank == 0:
-            seconds, steps = time.perf_counter() - start_time, global_step - start_step
-            if args.eval_episodes:
-                log(writer, evaluate(args, folder), global_step)
             score = f"return {mean_return:.1f} over the last {len(last_returns)} episodes"
-            speed = f"{steps:,} steps in {seconds:.1f} s, {steps / seconds:,.0f} steps/s"
-            print(f"{args.env_id}, seed {args.seed}: mean {score}; {speed}; {folder}")
+            speed = f"{global_step - start_step:,} steps, {scalars['charts/SPS']:,.0f} steps/s"
+            tqdm.write(f"{args.env_id}, seed {args.seed}: mean {score}; {speed}; {folder}")
         return mean_return
 
 
