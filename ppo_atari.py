@@ -435,8 +435,6 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         checkpoint = {"iteration": 0, "last_returns": []}
         if args.resume:
             checkpoint = load_checkpoint(folder)
-            if checkpoint["iteration"] >= num_iterations:
-                raise UsageError(f"{folder} is finished: extend it with --total-timesteps")
             for name, value in asdict(args).items():
                 if value != getattr(checkpoint["args"], name) and name != "resume":
                     if name in FIXED:
@@ -475,7 +473,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         terminations, truncations = np.zeros((2, *shape), bool)
 
         in_loop = on_exit.enter_context(ExitStack())  # closes before the last evaluation
-        start_time, signals = time.perf_counter(), catch_signals(in_loop)
+        start_time, mean_return = time.perf_counter(), float(np.mean(last_returns or math.nan))
+        signals = catch_signals(in_loop)
         bar = tqdm(total=args.total_timesteps, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
@@ -593,21 +592,22 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 checkpoint["args"] = json.dumps(arguments, default=np.generic.item)
                 torch.save(checkpoint, folder / "checkpoint.tmp")
                 os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # always a whole
+                if args.eval_checkpoints and is_cut and not is_last:  # all is seeded anew after it
+                    log(writer, evaluate(args, folder), global_step)
             if report:
                 report(global_step, mean_return)
             if stop_signals:
                 if rank == 0:
                     tqdm.write(f"stopped: go on with --resume {folder}", sys.stderr)
                 sys.exit(128 + stop_signals[0])
-            if is_last:
-                in_loop.close()
-            # After a cut, all is seeded anew, so that an evaluation disturbs nothing.
-            if rank == 0 and (args.eval_episodes if is_last else is_cut and args.eval_checkpoints):
-                log(writer, evaluate(args, folder), global_step)
+        in_loop.close()
         if rank == 0:
+            seconds, steps = time.perf_counter() - start_time, global_step - start_step
+            if args.eval_episodes:
+                log(writer, evaluate(args, folder), global_step)
             score = f"return {mean_return:.1f} over the last {len(last_returns)} episodes"
-            speed = f"{global_step - start_step:,} steps, {scalars['charts/SPS']:,.0f} steps/s"
-            tqdm.write(f"{args.env_id}, seed {args.seed}: mean {score}; {speed}; {folder}")
+            speed = f"{steps:,} steps in {seconds:.1f} s, {steps / seconds:,.0f} steps/s"
+            print(f"{args.env_id}, seed {args.seed}: mean {score}; {speed}; {folder}")
         return mean_return
 
 
