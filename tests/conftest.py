@@ -11,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SCRIPTS = ["ppo", "ppo_continuous", "ppo_atari"]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
 # A run of each script that takes a moment.
 SHORT = {
     "ppo": {"env_id": "CartPole-v1", "total_timesteps": 2048},

@@ -1,13 +1,18 @@
 """The agents' distributions and statistics, against torch's and numpy's own."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import NEEDS_GPU, SCRIPTS, SHORT, watching
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
-from torch.distributions import Categorical, Normal
+from torch import nn
+from torch.distributions import Categorical, Normal, TransformedDistribution
+from torch.distributions.transforms import TanhTransform
 
 import ppo
 import ppo_atari
@@ -21,6 +26,90 @@ class Spaces:
 
     def __init__(self, obs: gym.Space, action: gym.Space) -> None:
         self.single_observation_space, self.single_action_space = obs, action
+
+
+class Doubled(nn.Linear):
+    """A linear layer with another forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Twice what the layer gives."""
+        return 2 * super().forward(x)
+
+
+def hooked(layer: nn.Module) -> nn.Module:
+    """The layer, with a hook that changes what it gives."""
+    layer.register_forward_hook(lambda module, args, output: output + 2 * output.square())
+    return layer
+
+
+LAYERS = {
+    "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.Tanh()), nn.Linear(8, 4)),
+    "gelu": lambda: nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 4)),
+    "layernorm": lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh()),
+    "subclass": lambda: nn.Sequential(nn.Tanh(), Doubled(5, 4), nn.Tanh()),
+    "hooked layers": lambda: nn.Sequential(hooked(nn.Linear(5, 4)), hooked(nn.Tanh())),
+    "hooked network": lambda: nn.Sequential(hooked(nn.Sequential(nn.Linear(5, 4)))),
+    "one layer": lambda: nn.Linear(5, 4),
+    "no layer": nn.Sequential,
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("layers", LAYERS)
+def test_in_numpy(layers: str, device: str) -> None:
+    """A network of any layers gives the same for arrays, and stays on its device."""
+    torch.manual_seed(0)
+    network = LAYERS[layers]().to(device)
+    obs = torch.randn(7, 5)
+    with torch.no_grad():
+        expected = network(obs.to(device)).cpu().numpy()
+        got = ppo.in_numpy(network)(obs.numpy())
+    assert isinstance(got, np.ndarray)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    assert {x.device.type for x in network.parameters()} <= {device}
+
+
+def act_agents() -> dict[str, tuple[Any, torch.Tensor]]:
+    """Agents of every kind, whose policies are far from uniform, and observations for them."""
+    vectors, screens = torch.randn(500, 9), torch.randint(256, (20, 84, 84, 4), dtype=torch.uint8)
+    masked = vectors.clone()
+    masked[:, 5:] = torch.randint(2, (500, 4))
+    masked[:, 5] = 1  # at least one is valid
+    choices = Spaces(Box(-1, 1, (9,)), MultiDiscrete([2, 4, 3]))
+    one = Spaces(Box(-1, 1, (9,)), MultiDiscrete([4]))
+    game = Spaces(Box(0, 255, (84, 84, 4), np.uint8), Discrete(6))
+    agents = {
+        "choices": (ppo.Agent(choices, ppo.Args()), vectors),
+        "masked": (ppo.Agent(one, ppo.Args(mask_actions=True)), masked),
+        "atari": (ppo_atari.Agent(game, ppo_atari.Args()), screens),
+        "bf16": (ppo_atari.Agent(game, ppo_atari.Args(bf16=True)), screens),
+    }
+    for flags in ({}, {"state_std": True}, {"state_std": True, "squash": True}):
+        agent = continuous_agent(**flags)
+        agent.finish_iteration(3 * torch.randn(500, 5) + 7)
+        agent.log_std.data.normal_()
+        agents[f"continuous {flags}"] = agent, 3 * vectors[:, :5] + 7
+    for agent, _ in agents.values():
+        last = agent.actor[-1] if isinstance(agent.actor, nn.Sequential) else agent.actor
+        last.weight.data.normal_(std=0.5)
+    return agents
+
+
+def test_acting_is_get_action() -> None:
+    """What acts on arrays in a rollout gives what get_action gives for tensors, for any noise."""
+    torch.manual_seed(0)
+    for name, (agent, obs) in act_agents().items():
+        with torch.no_grad():
+            for noise in (agent.sample_noise(len(obs)), torch.zeros(agent.sample_noise(1).shape)):
+                expected = agent.get_action(obs, noise).numpy()
+                before = obs.clone(), noise.clone()
+                got = agent.make_act()(obs.numpy(), noise.numpy())
+                assert isinstance(got, np.ndarray), name
+                np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4, err_msg=name)
+                assert torch.equal(obs, before[0])
+                assert torch.equal(noise, before[1])
+        assert len(np.unique(expected)) > 1  # of the most probable actions, without noise
 
 
 def test_discrete() -> None:
@@ -48,7 +137,7 @@ def test_discrete_samples() -> None:
     obs = torch.randn(1, 5)
     samples = agent.get_action(obs, agent.sample_noise(100_000))
     for i, n in enumerate((2, 3)):
-        probabilities = agent.get_logits(obs)[0, i, :n].softmax(-1)
+        probabilities = agent.get_logits(obs, agent.actor(obs))[0, i, :n].softmax(-1)
         counts = torch.bincount(samples[:, i])
         assert len(counts) <= n
         error = counts / len(samples) - probabilities[: len(counts)]
@@ -101,7 +190,7 @@ def test_continuous() -> None:
 def test_deviation_of_the_state() -> None:
     """With state_std, every observation has a deviation of its own, which the actions follow."""
     agent = continuous_agent(state_std=True, log_std_init=-0.7)
-    log_std = agent.get_mean_and_log_std(torch.zeros(1, 5))[1]
+    log_std = agent.get_distribution(torch.zeros(1, 5))[1]
     assert log_std.tolist() == [pytest.approx([-0.7] * 3)]
     agent.actor[-1].weight.data.normal_(std=0.3)
     obs, actions = torch.randn(7, 5), torch.randn(7, 3)
@@ -116,28 +205,67 @@ def test_deviation_of_the_state() -> None:
     torch.testing.assert_close(samples.std(0), normal.scale, rtol=0.06, atol=0)
 
 
-@pytest.mark.parametrize("mean", [0.0, 1.5])
-def test_squashed_density(mean: float) -> None:
-    """The density of tanh's value integrates to 1, and to the entropy, on a grid over -1 .. 1."""
+@pytest.mark.parametrize("state_std", [False, True])
+def test_squashed_log_probabilities(state_std: bool) -> None:
+    """Policies' log-probabilities differ as those of tanh's values do; so do their gradients."""
     torch.manual_seed(0)
-    agent = continuous_agent(num_actions=1, squash=True, log_std_init=-0.5)
+    obs, actions = torch.randn(50, 5), 2 * torch.randn(50, 3)
+    got, exact = [], []
+    for log_std_init in (-0.5, 0.3):
+        agent = continuous_agent(squash=True, state_std=state_std, log_std_init=log_std_init)
+        agent.actor[-1].weight.data.normal_(std=0.2)
+        mean, change = (
+            agent.actor(obs).double().split(3, -1)
+            if state_std
+            else (
+                agent.actor(obs).double(),
+                0,
+            )
+        )
+        log_std = (agent.log_std + change).clamp(-2)
+        squashed = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform())
+        exact.append(squashed.log_prob(actions.double().tanh()).sum(-1).float())
+        got.append(agent.evaluate_actions(obs, actions)[0])
+        parameters = [*agent.actor.parameters(), agent.log_std]
+        gradients = (torch.autograd.grad(x[-1].mean(), parameters) for x in (got, exact))
+        for x, y in zip(*gradients, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+    assert (exact[0] - exact[1]).std() > 1
+    torch.testing.assert_close(got[0] - got[1], exact[0] - exact[1], rtol=1e-4, atol=1e-3)
+    far = torch.full((1, 3), 40.0)  # where tanh is 1 in floats, and 1 - tanh^2 would be 0
+    assert torch.isfinite(agent.evaluate_actions(obs[:1], far)[0]).all()
+
+
+@pytest.mark.parametrize("means", [[0.0], [1.5], [-0.7, 1.2]])
+def test_squashed_entropy(means: list[float]) -> None:
+    """Entropies are on average those of tanh's values, by their shares of a grid over -1 .. 1."""
+    torch.manual_seed(0)
+    log_stds = [-0.5, -0.9][: len(means)]
+    agent = continuous_agent(num_actions=len(means), squash=True)
     agent.actor[-1].weight.data.zero_()
-    agent.actor[-1].bias.data.fill_(mean)
-    edges = torch.linspace(-1, 1, 200_001, dtype=torch.float64)
-    y = (edges[1:] + edges[:-1]) / 2
-    u = torch.atanh(y)[:, None].float()
-    logprobs, entropy, _ = agent.evaluate_actions(torch.zeros(len(u), 5), u)
-    density = logprobs.double().exp()
-    width = 2 / len(y)
-    assert (density * width).sum().item() == pytest.approx(1, abs=1e-3)
-    exact = -(density * logprobs * width).sum().item()
-    assert entropy.mean().item() == pytest.approx(exact, abs=0.01)  # of one sample a row
-    # The probability of each half, from the distribution of what tanh is applied to.
-    normal = Normal(mean, float(np.exp(-0.5)))
-    half = (density * width)[y > 0.5].sum().item()
-    assert half == pytest.approx(1 - normal.cdf(torch.atanh(torch.tensor(0.5))).item(), abs=1e-3)
-    far = torch.full((1, 1), 40.0)  # where tanh is 1 in floats, and 1 - tanh^2 would be 0
-    assert torch.isfinite(agent.evaluate_actions(torch.zeros(1, 5), far)[0]).all()
+    agent.actor[-1].bias.data = torch.tensor(means)
+    agent.log_std.data = torch.tensor(log_stds)
+    exact, edges = 0.0, torch.linspace(-1, 1, 200_001, dtype=torch.float64).atanh()
+    for mean, log_std in zip(means, log_stds, strict=True):
+        shares = Normal(mean, math.exp(log_std)).cdf(edges).diff()
+        assert shares.sum().item() == pytest.approx(1)
+        exact += torch.special.entr(shares).sum().item() + math.log(2 / 200_000)
+    obs, actions = torch.zeros(200_000, 5), torch.zeros(200_000, len(means))
+    entropy = agent.evaluate_actions(obs, actions)[1]
+    assert entropy.shape == (200_000,)
+    assert entropy.std() > 0.1  # of one sample a row
+    assert entropy.mean().item() == pytest.approx(exact, abs=0.01)
+
+
+def test_squashed_entropy_far_out() -> None:
+    """Where tanh is 1 in floats, and 1 - tanh(x)^2 would be 0, its logarithm is log 4 - 2 |x|."""
+    for mean in (-40.0, 40.0):
+        agent = continuous_agent(num_actions=1, squash=True, log_std_init=-0.5)
+        agent.actor[-1].weight.data.zero_()
+        agent.actor[-1].bias.data.fill_(mean)
+        entropy = agent.evaluate_actions(torch.zeros(10_000, 5), torch.zeros(10_000, 1))[1]
+        normal = Normal(0, math.exp(-0.5)).entropy().item()
+        assert entropy.mean().item() == pytest.approx(normal + math.log(4) - 80, abs=0.05)
 
 
 def test_masked_actions() -> None:
@@ -162,20 +290,40 @@ def test_masked_actions() -> None:
     assert agent.evaluate_actions(obs[some], invalid)[0].max() < -1e7
 
 
-@pytest.mark.parametrize("script", [ppo, ppo_continuous])
-def test_a_branching_policy(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy that can't be recorded is told to whoever writes it, before another one acts."""
-    get_action = script.Agent.get_action
+def other_get_action(get_action: Callable) -> Callable:
+    """The opposite actions, where there is something to see."""
 
-    def branch(agent: Any, obs: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
+    def act(agent: Any, obs: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
         actions = get_action(agent, obs, noise)
-        return 1 - actions if obs.any() else actions  # recorded where obs is 0
+        return 1 - actions if obs.any() else actions
 
-    monkeypatch.setattr(script.Agent, "get_action", branch)
-    kwargs = {"continuous": script is ppo_continuous}
-    flags = {"env_id": "probe_envs:Probe-v0", "env_kwargs": kwargs, "total_timesteps": 2048}
-    with pytest.raises(AssertionError, match="get_action"):
-        script.train(script.Args(**flags))
+    return act
+
+
+def without_noise(make_act: Callable) -> Callable:
+    """Acting by the most probable actions."""
+    return lambda agent: lambda obs, noise: make_act(agent)(obs, 0 * noise)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "change"),
+    [
+        ("ppo", "get_action", other_get_action),
+        ("ppo_continuous", "get_action", other_get_action),
+        *((name, "make_act", without_noise) for name in SCRIPTS),
+    ],
+)
+def test_acting_otherwise(
+    name: str, method: str, change: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever changes how it acts in only one of two places is told, before anything is learned."""
+    script = {"ppo": ppo, "ppo_continuous": ppo_continuous, "ppo_atari": ppo_atari}[name]
+    monkeypatch.setattr(script.Agent, method, change(getattr(script.Agent, method)))
+    updates = []
+    told = pytest.raises(AssertionError, match="make_act does otherwise than get_action")
+    with watching(script, lambda *args: updates.append(args)), told:
+        script.train(script.Args(**SHORT[name]))
+    assert not updates
 
 
 def test_running_statistics() -> None:
@@ -193,23 +341,35 @@ def test_running_statistics() -> None:
     assert statistics.count.item() == pytest.approx(len(seen), abs=0.01)
 
 
+def normalize(agent: ppo_continuous.Agent, obs: torch.Tensor) -> torch.Tensor:
+    """Observations as the agent's networks get them; the same, in floats, for arrays."""
+    statistics = agent.obs_statistics
+    tensors = obs, statistics.mean, statistics.var
+    expected = agent.normalize(*tensors)
+    arrays = agent.normalize(*(x.numpy() for x in tensors))
+    np.testing.assert_allclose(arrays, expected, rtol=1e-6)
+    assert arrays.dtype == np.float32
+    return expected
+
+
 def test_normalized_observations() -> None:
     """Observations are centred, scaled and clipped; the statistics are saved with the weights."""
     agent = continuous_agent()
     obs = torch.randn(200, 5) * 3 + 7
     agent.finish_iteration(obs)
-    normalized = agent.normalize(obs)
+    normalized = normalize(agent, obs)
     torch.testing.assert_close(normalized.mean(0), torch.zeros(5), atol=1e-3, rtol=0)
     torch.testing.assert_close(normalized.std(0), torch.ones(5), atol=1e-2, rtol=0)
-    assert agent.normalize(torch.full((1, 5), 1e6)).tolist() == [[10.0] * 5]
+    assert normalize(agent, torch.full((1, 5), 1e6)).tolist() == [[10.0] * 5]
     agent.actor[-1].weight.data.normal_()
-    torch.testing.assert_close(agent.get_action(obs), agent.actor(agent.normalize(obs)))
-    torch.testing.assert_close(agent.get_value(obs), agent.critic(agent.normalize(obs))[:, 0])
+    torch.testing.assert_close(agent.get_action(obs), agent.actor(normalized))
+    torch.testing.assert_close(agent.get_value(obs), agent.critic(normalized)[:, 0])
     copy = continuous_agent()
     copy.load_state_dict(agent.state_dict())
-    for method in "get_action", "get_value", "normalize":
+    for method in "get_action", "get_value":
         torch.testing.assert_close(getattr(copy, method)(obs), getattr(agent, method)(obs))
-    assert not torch.equal(continuous_agent().normalize(obs), normalized)
+    torch.testing.assert_close(normalize(copy, obs), normalized)
+    assert not torch.equal(normalize(continuous_agent(), obs), normalized)
 
 
 def test_large_observations() -> None:
@@ -219,7 +379,7 @@ def test_large_observations() -> None:
     obs = center + torch.tensor([0.0, 0.0, 0.0, 1e-1, 1.0]) * torch.randn(2048, 5)
     for part in obs.chunk(4):
         agent.finish_iteration(part)
-    normalized = agent.normalize(obs)
+    normalized = normalize(agent, obs)
     torch.testing.assert_close(normalized[:, 3:].std(0), torch.ones(2), rtol=0.1, atol=0)
     assert normalized.abs().max() <= 10
 
@@ -248,12 +408,12 @@ def test_floor_of_the_deviation(state_std: bool) -> None:
     for first, expected in ((-0.5, -1.0), (-3.0, -3.0)):
         flags = {"state_std": state_std, "log_std_init": first, "log_std_min": -1}
         agent = continuous_agent(**flags)
-        log_std = agent.get_mean_and_log_std(torch.zeros(1, 5))[1]
+        log_std = agent.get_distribution(torch.zeros(1, 5))[1]
         assert log_std.min().item() == pytest.approx(first)
         agent.log_std.data.fill_(-4)
         scalars = agent.finish_iteration(torch.randn(10, 5))
         assert scalars["charts/policy_std"] == pytest.approx(np.exp(expected), rel=0.1)
-        log_std = agent.get_mean_and_log_std(torch.randn(10, 5))[1]
+        log_std = agent.get_distribution(torch.randn(10, 5))[1]
         assert log_std.min().item() == pytest.approx(expected, abs=0.1)
         assert log_std.min() >= expected
 
@@ -261,7 +421,8 @@ def test_floor_of_the_deviation(state_std: bool) -> None:
 def test_initial_policy() -> None:
     """The first policy is nearly uniform, or nearly centred; biases are 0."""
     agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([4])), ppo.Args())
-    logits = agent.get_logits(torch.randn(100, 5))
+    obs = torch.randn(100, 5)
+    logits = agent.get_logits(obs, agent.actor(obs))
     assert (logits.softmax(-1) - 0.25).abs().max() < 0.02
     continuous = continuous_agent()
     assert continuous.get_action(torch.randn(100, 5)).abs().max() < 0.1

@@ -1,6 +1,7 @@
 """The accounting of lives and games, against the same games replayed without our code."""
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import ale_py  # noqa: F401 - registers the games
@@ -120,20 +121,23 @@ class Games(gym.vector.VectorEnv):
         return self.screens, np.zeros(3), no, cut, {"lives": self.lives.copy()}
 
 
-def test_a_time_limit_after_an_extra_life() -> None:
+@pytest.mark.parametrize("has_video", [False, True])
+def test_a_time_limit_after_an_extra_life(has_video: bool) -> None:
     """A cut game is no termination, although the next one begins with fewer lives."""
-    envs = ppo_atari.EpisodicLife(Games("ALE/Breakout-v5"))
+    envs = ppo_atari.EpisodicLife(Games("ALE/Breakout-v5"), has_video)
     envs.reset()
-    terminations = envs.step(np.zeros(3, np.int64))[2]
-    assert terminations.tolist() == [False, True, False]
+    _, _, terminations, truncations, _ = envs.step(np.zeros(3, np.int64))
+    assert terminations.tolist() == [False, not has_video, False]
+    assert truncations.tolist() == [True, False, False]
 
 
+@pytest.mark.parametrize("has_video", [False, True])
 @pytest.mark.parametrize(
     ("game", "second"), [("ALE/Breakout-v5", [3, 1, 3]), ("ALE/MsPacman-v5", [3, 3, 3])]
 )
-def test_fire_after_a_lost_life(game: str, second: list[int]) -> None:
+def test_fire_after_a_lost_life(game: str, second: list[int], has_video: bool) -> None:
     """Fire is pressed after a lost life, not after the end of a game; where the game has it."""
-    envs = ppo_atari.EpisodicLife(Games(game))
+    envs = ppo_atari.EpisodicLife(Games(game), has_video)
     for _ in range(2):
         envs.reset()
         for _ in range(2):
@@ -191,6 +195,36 @@ def test_final_screens_and_lost_lives() -> None:
     envs.close()
     assert over >= 1
     assert lost >= 4 * over
+
+
+def test_games_with_a_video(folder: Path) -> None:
+    """Games that are recorded are played the same; they end with the last life, and are shown."""
+    args = ppo_atari.Args(**GAME | {"eval_episodes": 1})
+    plain, shown = ppo_atari.make_envs(args, 1), ppo_atari.make_envs(args, 1, folder / "videos")
+    lost = over = 0
+    observed = plain.reset(seed=0)[0], shown.reset(seed=0)[0]
+    for t in range(400):
+        np.testing.assert_array_equal(*observed)
+        (picture,) = shown.render()
+        assert picture.dtype == np.uint8
+        assert picture.shape == (336, 336, 3)
+        newest = observed[0][0, :, :, -1]
+        for i, j, color in np.ndindex(4, 4, 3):
+            assert np.array_equal(picture[i::4, j::4, color], newest)
+        actions = np.array([t // 7 % 4])
+        (*first, info), (*second, shown_info) = plain.step(actions), shown.step(actions)
+        observed = first[0], second[0]
+        is_over = "_episode" in info
+        lost, over = lost + (first[2][0] and not is_over), over + is_over
+        assert (first[1], first[3]) == (second[1], second[3])
+        assert bool(second[2][0]) == is_over == ("_episode" in shown_info)
+        if is_over:
+            assert info["episode"]["r"] == shown_info["episode"]["r"]
+    plain.close()
+    shown.close()
+    assert over >= 1
+    assert lost >= 4 * over
+    assert [path.suffix for path in (folder / "videos").iterdir()] == [".mp4"]
 
 
 def test_observations_are_bytes() -> None:

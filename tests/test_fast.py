@@ -18,11 +18,10 @@ import numpy as np
 import pytest
 import resume
 import torch
-from conftest import SCRIPTS, SHORT, scalars
+from conftest import NEEDS_GPU, SCRIPTS, SHORT, scalars
 from test_survival import MODULES, command, crashed, go_on, only_run, refusal, trained
 
 ROOT = Path(__file__).parent.parent
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
 
 
 def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any, Any, Any]:
@@ -36,7 +35,7 @@ def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any,
     obs = torch.as_tensor(samples).to(device)
     envs.close()
     with torch.no_grad():
-        actions = agent.get_action(obs, agent.sample_noise(64))
+        actions = agent.get_action(obs, agent.sample_noise(64).to(device))
         logprobs, _, values = agent.evaluate_actions(obs, actions)
     logprobs += 0.3 * torch.randn(64, device=device)  # so that some ratios are clipped
     targets = torch.randn(2, 64, device=device)

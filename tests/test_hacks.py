@@ -95,7 +95,7 @@ def test_activation(name: str) -> None:
     assert_acts_as_it_learns(rollouts)
     agent, obs = rollouts[-1].agent, rollouts[-1].obs
     if name == "ppo_continuous":
-        obs = agent.normalize(obs)
+        obs = agent.normalize(obs, agent.obs_statistics.mean, agent.obs_statistics.var)
     for layer in (agent.critic[0], torch.nn.functional.gelu, agent.critic[2]):
         obs = layer(obs)
     obs = agent.critic[4](torch.nn.functional.gelu(obs)).squeeze(-1)
@@ -128,7 +128,8 @@ def test_clamp() -> None:
         x = (obs - statistics.mean) / statistics.var.sqrt()
         return [agent.actor(x.clamp(-limit, limit)) + noise * std for limit in (0.1, 10)]
 
-    rollouts = watched(hacked("ppo_continuous", ("clamp(-10, 10)", "clamp(-0.1, 0.1)")), act)
+    change = "** 0.5).clip(-10, 10)", "** 0.5).clip(-0.1, 0.1)"
+    rollouts = watched(hacked("ppo_continuous", change), act)
     assert_acts_as_it_learns(rollouts)
     for rollout in rollouts:
         now, before = rollout.probed
@@ -190,20 +191,23 @@ def test_forward_hook(name: str) -> None:
     assert any((x.actions - x.probed).abs().max() > 0.01 for x in rollouts)
 
 
+NORMALIZE = "obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.var)"
 IN_PLACE = {
     "get_value": ("ppo", [("self.critic(obs)", "self.critic(obs{})")]),
-    "get_action": (
+    "acting": (
         "ppo",
         [
-            ("(self.get_logits(obs) + noise)", "(self.get_logits(obs{}) + noise)"),
-            ("self.get_logits(obs).log_softmax", "self.get_logits(obs / 2).log_softmax"),
+            ("self.actor(obs)) + noise", "self.actor(obs{})) + noise"),
+            (" actor(obs)) + noise", " actor(obs{})) + noise"),
+            ("self.actor(obs)).log_softmax", "self.actor(obs / 2)).log_softmax"),
         ],
     ),
     "evaluate_actions": (
         "ppo",
         [
-            ("(self.get_logits(obs) + noise)", "(self.get_logits(obs / 2) + noise)"),
-            ("self.get_logits(obs).log_softmax", "self.get_logits(obs{}).log_softmax"),
+            ("self.actor(obs)) + noise", "self.actor(obs / 2)) + noise"),
+            (" actor(obs)) + noise", " actor(obs / 2)) + noise"),
+            ("self.actor(obs)).log_softmax", "self.actor(obs{})).log_softmax"),
             ("self.get_value(obs)\n", "self.get_value(obs_before)\n"),
             (
                 "        logprobs = self.get_logits(",
@@ -211,7 +215,10 @@ IN_PLACE = {
             ),
         ],
     ),
-    "continuous": ("ppo_continuous", [("self.critic(self.normalize(obs))", "self.critic(obs{})")]),
+    "continuous": (
+        "ppo_continuous",
+        [(f"{NORMALIZE}\n        return self.critic(obs)", "return self.critic(obs{})")],
+    ),
 }
 
 
@@ -221,9 +228,9 @@ def test_in_place(place: str) -> None:
     refuses, as where the actor's gradient needs what the critic changes.
     """
     name, changes = IN_PLACE[place]
-    apart = watched(hacked(name, *((old, new.format(" / 2")) for old, new in changes)))
+    apart = watched(hacked(name, *((old, new.format(".__truediv__(2)")) for old, new in changes)))
     assert_acts_as_it_learns(apart)
-    module = hacked(name, *((old, new.format(".div_(2)")) for old, new in changes))
+    module = hacked(name, *((old, new.format(".__itruediv__(2)")) for old, new in changes))
     if place == "get_value":
         with pytest.raises(RuntimeError, match="inplace"):
             run(module)
@@ -235,23 +242,50 @@ def test_in_place(place: str) -> None:
     assert same_weights(apart[-1].agent, in_place[-1].agent)
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
-def test_state_that_changes(name: str) -> None:
-    """What acts was recorded: an attribute that changes later is noticed, and stops the run."""
-    sample = {
-        "ppo": ("self.get_logits(obs) + noise", "self.get_logits(obs) / self.temperature + noise"),
-        "ppo_continuous": ("noise * log_std.exp()", "noise * log_std.exp() * self.temperature"),
-    }
+TEMPERED = {  # in get_action, and in make_act
+    "ppo": [
+        ("self.actor(obs)) + noise", "self.actor(obs)) + self.temperature * noise"),
+        (" actor(obs)) + noise", " actor(obs)) + self.temperature * noise"),
+    ],
+    "ppo_continuous": [
+        ("noise * log_std.exp()", "self.temperature * noise * log_std.exp()"),
+        ("noise * np.exp(action_log_std)", "self.temperature * noise * np.exp(action_log_std)"),
+    ],
+}
+
+
+def tempered(name: str, *changes: tuple[str, str]) -> ModuleType:
+    """A script with these changes, whose agent's temperature falls after every iteration."""
     actor = "        self.actor = nn.Sequential("
     finish = "    def finish_iteration(self, obs: Tensor) -> dict[str, float]:\n"
-    module = hacked(
+    return hacked(
         name,
-        sample[name],
+        *changes,
         (actor, f"        self.temperature = 1.0\n{actor}"),
         (finish, f"{finish}        self.temperature /= 10\n"),
     )
-    with pytest.raises(AssertionError, match="get_action"):
-        run(module)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+def test_state_that_changes(name: str) -> None:
+    """An attribute that changes after an iteration does so where it acts, too, in the next one."""
+
+    def before(agent: Any, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        return agent.get_action(obs, noise * 10)  # as it was an iteration before
+
+    rollouts = watched(tempered(name, *TEMPERED[name]), before)
+    assert_acts_as_it_learns(rollouts)
+    for rollout in rollouts[1:]:
+        assert (rollout.actions - rollout.probed).abs().max() > 1e-3
+    assert rollouts[-1].agent.temperature == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+def test_acting_changed_in_one_place(name: str, place: int) -> None:
+    """Where only one of get_action and make_act is changed, the run stops, and names both."""
+    with pytest.raises(AssertionError, match="make_act does otherwise than get_action"):
+        run(tempered(name, TEMPERED[name][place]))
 
 
 def test_two_learning_rates() -> None:

@@ -96,7 +96,7 @@ def test_deviation_has_a_floor(state_std: bool, train_agent: Callable) -> None:
     for log_std_min in (-20, -0.8):
         agent, _ = train_agent(ppo_continuous, log_std_min=log_std_min, **flags)
         with torch.no_grad():
-            log_std = agent.get_mean_and_log_std(torch.tensor([[-1.0], [1.0]]))[1]
+            log_std = agent.get_distribution(torch.tensor([[-1.0], [1.0]]))[1]
         lowest.append(log_std.min().item())
     assert lowest[0] < -1
     assert lowest[1] == pytest.approx(-0.8, abs=0.1)
@@ -119,17 +119,27 @@ def test_truncation_is_not_termination(script: Any, train_agent: Callable) -> No
 
 
 @pytest.mark.parametrize(
-    "kind", ["multi_discrete", "multi_discrete_2d", "multi_binary", "discrete"]
+    ("kind", "sizes"),
+    [
+        ("multi_discrete", [2, 3, 4]),
+        ("multi_discrete_2d", [2, 3, 4, 2]),
+        ("multi_binary", [2, 2, 2, 2]),
+        ("discrete", [3]),
+    ],
 )
-def test_several_choices(kind: str, train_agent: Callable) -> None:
+def test_several_choices(kind: str, sizes: list[int], train_agent: Callable) -> None:
     """MultiDiscrete, MultiBinary and shifted Discrete actions are learned, each choice of them."""
     settings = SETTINGS | {"total_timesteps": 128 * 150}
     agent, score = train_agent(
         ppo, env_id="probe_envs:Choices-v0", env_kwargs={"kind": kind}, **settings
     )
-    highest = agent.padding.eq(0).sum(-1) - 1
-    assert actions(agent, -1.0, 1.0).tolist() == [[0] * len(highest), highest.tolist()]
+    highest = [size - 1 for size in sizes]
+    assert actions(agent, -1.0, 1.0).tolist() == [[0] * len(sizes), highest]
     assert score > 0.9
+    biases = agent.actor[-1].bias.view(len(sizes), max(sizes))  # learning leaves the padding alone
+    for row, size in zip(biases.tolist(), sizes, strict=True):
+        assert set(row[size:]) <= {-1e8}
+        assert max(map(abs, row[:size])) < 10
 
 
 def test_masked_actions_are_never_taken(train_agent: Callable) -> None:

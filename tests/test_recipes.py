@@ -172,19 +172,21 @@ def test_rnd() -> None:
     np.testing.assert_allclose(targets, 1 + 0.5 * bonus, rtol=1e-4)
     assert scalars("charts/episodic_return") == scalars("charts/episodic_length")
     state = saved_agent()
-    assert {"target.0.weight", "predictor.0.weight", "obs_mean", "bonus_sums"} <= state.keys()
-    assert state["bonus_sums"][1] == 16384
+    assert {"target.0.weight", "predictor.0.weight", "obs_norm.running_mean"} <= state.keys()
+    assert state["obs_norm.num_batches_tracked"] == 32
 
 
 def test_rnd_sees_true_next_observations(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bonus is of the step's own next observation, also where the next episode begins."""
-    module, batches, targets = load(apply("rnd")), [], []
+    module, batches, states = load(apply("rnd")), [], []
     update = module.update
 
     def spy(agent: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
         if not batches or not torch.equal(batch.obs, batches[-1].obs):
             batches.append(module.Batch(*(x.clone() for x in batch)))
-            targets.append(agent.target[0].weight.clone())
+            errors = agent.get_error(batch.next_obs).detach()  # before the first gradient step
+            states.append({name: x.clone() for name, x in agent.state_dict().items()})
+            states[-1]["square"] = errors.square().mean()
         return update(agent, optimizer, batch, *rest)
 
     monkeypatch.setattr(module, "update", spy)
@@ -199,7 +201,14 @@ def test_rnd_sees_true_next_observations(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(same, ~is_over[:-1])
         # One step is a fiftieth of a second: x moves by the speed before it.
         torch.testing.assert_close(next_obs[..., 0], obs[..., 0] + 0.02 * obs[..., 1])
-    assert torch.equal(targets[0], targets[1])
+    # The target stays; each rollout counts in the statistics, the first one at once.
+    assert torch.equal(states[0]["target.0.weight"], states[1]["target.0.weight"])
+    assert not torch.equal(states[0]["predictor.0.weight"], states[1]["predictor.0.weight"])
+    for i in (1, 2):
+        means = torch.stack([batch.next_obs.mean(0) for batch in batches[:i]]).mean(0)
+        torch.testing.assert_close(states[i - 1]["obs_norm.running_mean"], means)
+        squares = torch.stack([state["square"] for state in states[:i]]).mean()
+        torch.testing.assert_close(states[i - 1]["mean_square"], squares)
 
 
 def test_log_info() -> None:

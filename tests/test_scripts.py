@@ -90,6 +90,7 @@ def test_same_job_same_text() -> None:
     assert everywhere >= {"UsageError", "check", "layer_init", "gather", "Batch", "update", "main"}
     assert everywhere >= {"seed_everything", "set_up_torch", "catch_signals", "log", "evaluate"}
     assert everywhere >= {"load_checkpoint", "train", *DIFFERENT} - {"FlatEnv"}
+    assert scripts[0].keys() & scripts[1].keys() >= {"in_numpy", "Array", "FlatEnv"}
 
 
 def test_same_flag_same_help() -> None:
@@ -111,7 +112,7 @@ def test_same_methods() -> None:
         (agent,) = ast.parse(definitions(name)["Agent"]).body
         methods = {x.name for x in agent.body if isinstance(x, ast.FunctionDef)}
         assert methods >= {"sample_noise", "get_action", "get_value", "evaluate_actions"}
-        assert methods >= {"scale_rewards", "finish_iteration"}
+        assert methods >= {"make_act", "scale_rewards", "finish_iteration"}
 
 
 def test_what_is_fixed_is_a_flag() -> None:

@@ -20,6 +20,7 @@ import resume
 import torch
 from conftest import SCRIPTS, SHORT, scalars, watching
 from moviepy import VideoFileClip
+from moviepy.video.io import ImageSequenceClip
 
 ROOT = Path(__file__).parent.parent
 MODULES = {name: __import__(name) for name in SCRIPTS}
@@ -273,7 +274,9 @@ def test_a_checkpoint_cut_short() -> None:
     script = MODULES["ppo"]
     for length in [0, 1, len(content) - 1, *(rng.randrange(len(content)) for _ in range(50))]:
         path.write_bytes(content[:length])
-        with pytest.raises(script.UsageError, match=r"checkpoint\.pt is missing, damaged"):
+        with pytest.raises(
+            script.UsageError, match=r"checkpoint\.pt is missing or damaged, or doesn't"
+        ):
             script.train(script.Args(resume=str(path.parent)))
         assert path.read_bytes() == content[:length]
     for flag in ("--resume", "--evaluate"):
@@ -293,23 +296,28 @@ def test_checkpoints_that_do_not_fit(folder: Path) -> None:
     script, run = MODULES["ppo"], trained("ppo", eval_episodes=1)
     path, saved = run / "checkpoint.pt", torch.load(run / "checkpoint.pt")
     before = {file: file.read_bytes() for file in run.iterdir()}
-    assert "another script" in refusal("ppo_atari", "--resume", run)
-    assert "another script" in refusal("ppo_continuous", "--evaluate", run)
+    does_not_fit = f"{path} is missing or damaged, or doesn't fit: "
+    for name, flag in (("ppo_atari", "--resume"), ("ppo_continuous", "--evaluate")):
+        sentence = refusal(name, flag, run)
+        assert does_not_fit in sentence
+        assert "unexpected keyword argument" in sentence
     for flag in ("--num-envs 8", "--env-id Acrobot-v1", "--env-kwargs max_episode_steps 9"):
         name = flag.split()[0][2:].replace("-", "_")
         sentence = refusal("ppo", "--resume", run, *flag.split(), "--total-timesteps", 8192)
         assert f"keeps its {name}: leave it out" in sentence
     assert script.load_checkpoint(run)["iteration"] == 4
-    assert "Acrobot-v1" in refusal("ppo", "--evaluate", run, "--env-id", "Acrobot-v1")
+    sentence = refusal("ppo", "--evaluate", run, "--env-id", "Acrobot-v1")
+    assert does_not_fit in sentence
+    assert "size mismatch for actor.0.weight" in sentence
     assert {file: file.read_bytes() for file in run.iterdir()} == before
     for other in (saved | {"args": '{"no_flag": 1}'}, saved | {"args": "{"}, {}, [1, 2]):
         torch.save(other, path)
-        with pytest.raises(script.UsageError, match="of another script"):
+        with pytest.raises(script.UsageError, match=f"^{does_not_fit}"):
             script.train(script.Args(resume=str(run)))
     torch.save({"args": Malicious()}, path)
     assert "damaged" in refusal("ppo", "--evaluate", run)
     assert not Path("harm").exists()
-    assert "missing" in refusal("ppo", "--evaluate", "runs")
+    assert "FileNotFoundError" in refusal("ppo", "--evaluate", "runs")
 
 
 def test_extended_run(capfd: pytest.CaptureFixture) -> None:
@@ -508,6 +516,28 @@ def test_stopped_in_the_last_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(scalars("eval/return")) == 1
 
 
+def test_ctrl_c_in_the_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it trains, Ctrl-C waits for the iteration's end; in the last evaluation, it ends it."""
+    script, evaluated = MODULES["ppo"], []
+
+    def interrupted(*args: Any) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGINT)
+        evaluated.append(args)
+        return {}
+
+    monkeypatch.setattr(script, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trained("ppo", eval_episodes=1)
+    assert not evaluated
+    assert script.load_checkpoint(only_run())["iteration"] == 4
+    with pytest.raises(SystemExit) as exit_:
+        trained("ppo", eval_checkpoints=True, checkpoint_interval=2)
+    assert exit_.value.code == 130
+    assert len(evaluated) == 1
+    saved = sorted(script.load_checkpoint(run)["iteration"] for run in Path("runs").iterdir())
+    assert saved == [3, 4]
+
+
 def test_a_full_disk() -> None:
     """Where no more can be written, a sentence says so, and the last checkpoint stays."""
 
@@ -548,17 +578,42 @@ def test_an_unwritable_folder() -> None:
     assert "runs" in refusal("ppo", "--total-timesteps", 1024)
 
 
-@pytest.mark.parametrize(("name", "env_id"), [("ppo", "CartPole-v1"), ("ppo_atari", "ALE/Pong-v5")])
-def test_video(name: str, env_id: str) -> None:
-    """Every evaluated episode is recorded, from its beginning to its end."""
+@pytest.mark.parametrize(
+    ("name", "env_id"),
+    [("ppo", "CartPole-v1"), ("ppo_atari", "ALE/Pong-v5"), ("ppo_atari", "ALE/Breakout-v5")],
+)
+def test_video(name: str, env_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every evaluated episode is recorded, from its beginning to its end, in a file of its own."""
+    script, lengths, frames = MODULES[name], [], []
+    make_envs, make_clip = script.make_envs, ImageSequenceClip.ImageSequenceClip
+
+    def keep(images: list[np.ndarray], **kwargs: Any) -> Any:
+        frames.append(len(images))
+        return make_clip(images, **kwargs)
+
+    def make(*args: Any) -> Any:
+        envs = make_envs(*args)
+        step = envs.step
+
+        def watch(actions: np.ndarray) -> tuple:
+            result = step(actions)
+            lengths.extend(result[-1]["episode"]["l"] if "episode" in result[-1] else [])
+            return result
+
+        envs.step = watch if len(args) == 3 and args[2] else step
+        return envs
+
+    monkeypatch.setattr(script, "make_envs", make)
+    monkeypatch.setattr(ImageSequenceClip, "ImageSequenceClip", keep)
     run = trained(name, env_id=env_id, eval_episodes=2, capture_video=True)
     videos = sorted(run.glob("videos-*/*.mp4"))
-    assert len(videos) == 2
+    assert len(videos) == len(lengths) == 2
     clips = [VideoFileClip(str(video)) for video in videos]
-    frames = sum(clip.n_frames for clip in clips)
-    returns = 2 * scalars("eval/return", run)[0][1]
-    if name == "ppo":  # one more frame than there are steps, and than rewards of 1
-        assert frames == returns + 2
-    first, last = clips[0].get_frame(0), clips[0].get_frame(clips[0].duration - 0.1)
-    assert first.std() > 1
-    assert (first != last).any()
+    # One more frame than steps, but for a game's last one, which its reset replaces.
+    extra = 1 if name == "ppo" else 0
+    assert frames == [length + extra for length in lengths]
+    for clip, count in zip(clips, frames, strict=True):
+        assert clip.n_frames in (count - 1, count)  # MoviePy sometimes rounds one away
+        first, last = clip.get_frame(0), clip.get_frame(clip.duration - 0.1)
+        assert first.std() > 1
+        assert (first != last).any()
