@@ -153,6 +153,9 @@ class EpisodicLife(gym.vector.VectorWrapper):
         ended_now = terminations if self.has_video else terminations | self.lost
         return self.obs, rewards, ended_now, truncations, info
 
+    def close(self, terminate: bool = False) -> None:
+        self.env.close()  # ALE has no processes to terminate
+
     def render(self) -> list[np.ndarray]:
         """The last screen of each game, enlarged, (336, 336, 3)."""
         return [x[..., -1:].repeat(4, 0).repeat(4, 1).repeat(3, 2) for x in self.obs]
@@ -444,7 +447,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
         seed_everything(args.seed, first_iteration, rank)  # for what environments draw when made
         envs = make_envs(args, local_num_envs)
-        on_exit.callback(lambda: envs.close())  # those of the moment
+        on_exit.callback(lambda: envs.close(terminate=True))  # the latest; waits for no worker
         seed_everything(args.seed)  # the same weights in all processes
         agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)  # as gradients
         rate = torch.tensor(args.learning_rate, device=device)  # or it would compile for each rate

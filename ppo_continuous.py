@@ -28,7 +28,6 @@ import time
 from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import reduce
@@ -154,8 +153,9 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
 
     def wrap(env: gym.Env) -> gym.Env:
-        if multiprocessing.parent_process():  # Ctrl-C reaches workers, too: only train handles it
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if args.vectorization == "async" and multiprocessing.current_process().daemon:  # a worker
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it, too: train handles it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if video_folder:
             env = gym.wrappers.RecordVideo(env, str(video_folder), lambda i: i < args.eval_episodes)
         return FlatEnv(env)
@@ -190,17 +190,17 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
 
 def in_numpy(layer: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
     """The layer or network as it is now, for arrays: few rows take a quarter of PyTorch's time."""
-    kind = None if layer._forward_hooks else type(layer)
+    kind = None if layer._forward_hooks or layer._forward_pre_hooks else type(layer)
     if kind is nn.Sequential:
         functions = [in_numpy(x) for x in layer]
         return lambda x: reduce(lambda output, function: function(output), functions, x)
-    if kind is nn.Linear:
+    if kind is nn.Linear and layer.bias is not None:
         weight, bias = layer.weight.numpy(force=True).T, layer.bias.numpy(force=True)
         return lambda x: x @ weight + bias
     if kind is nn.Tanh:
         return np.tanh
-    layer = deepcopy(layer).cpu()  # other layers stay in PyTorch
-    return lambda x: layer(torch.as_tensor(x)).numpy()
+    device = next((x.device for x in layer.state_dict().values()), "cpu")
+    return lambda x: layer(torch.as_tensor(x, device=device)).numpy(force=True)  # by PyTorch
 
 
 def gather(x: Tensor) -> Tensor:
@@ -514,7 +514,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
         seed_everything(args.seed, first_iteration, rank)  # for what environments draw when made
         envs = make_envs(args, local_num_envs)
-        on_exit.callback(lambda: envs.close())  # those of the moment
+        on_exit.callback(lambda: envs.close(terminate=True))  # the latest; waits for no worker
         seed_everything(args.seed)  # the same weights in all processes
         agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)  # as gradients
         rate = torch.tensor(args.learning_rate, device=device)  # or it would compile for each rate
