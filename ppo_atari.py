@@ -100,7 +100,7 @@ class UsageError(Exception):
 
 
 def check(args: Args) -> None:
-    """Raise `UsageError` for numbers that can't work, nan among them."""
+    """Raise `UsageError` for numbers that can't work."""
     positive = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"]
     bad = [x for x in [*positive, "clip_coef", "max_grad_norm"] if not getattr(args, x) > 0]
     bad += [x for x in ("seed", "checkpoint_interval", "eval_episodes") if getattr(args, x) < 0]
@@ -111,8 +111,8 @@ def check(args: Args) -> None:
     batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
     parts = args.num_minibatches * world_size
     if batch_size % parts or batch_size < 2 * parts or args.num_envs % world_size:
-        hint = f"num_minibatches parts of 2 or more for each of {world_size} processes"
-        raise UsageError(f"num_envs * num_steps = {batch_size} doesn't divide into {hint}")
+        need = f"num_minibatches * {world_size} processes = {parts} equal parts of 2 or more"
+        raise UsageError(f"num_envs * num_steps = {batch_size} must divide into {need}")
     if args.total_timesteps < batch_size:
         raise UsageError(f"total_timesteps is less than num_envs * num_steps = {batch_size}")
 
@@ -127,9 +127,9 @@ class EpisodicLife(gym.vector.VectorWrapper):
 
     render_mode = "rgb_array"
 
-    def __init__(self, env: gym.vector.VectorEnv, has_video: bool) -> None:
+    def __init__(self, env: gym.vector.VectorEnv, whole_games: bool) -> None:
         super().__init__(env)
-        self.has_video = has_video
+        self.whole_games = whole_games
         self.has_fire = env.unwrapped.ale.get_action_set()[1] == ale_py.Action.FIRE
         self.single_observation_space = Box(0, 255, (84, 84, 4), np.uint8)
         self.observation_space = Box(0, 255, (env.num_envs, 84, 84, 4), np.uint8)
@@ -150,8 +150,9 @@ class EpisodicLife(gym.vector.VectorWrapper):
             final_obs = np.where(over[:, None, None, None], info.get("final_obs", obs), obs)
             info |= {"final_obs": final_obs.transpose(0, 2, 3, 1), "_final_obs": ended}
         self.obs = np.stack(obs.swapaxes(0, 1), -1)
-        ended_now = terminations if self.has_video else terminations | self.lost
-        return self.obs, rewards, ended_now, truncations, info
+        if not self.whole_games:
+            terminations = terminations | self.lost
+        return self.obs, rewards, terminations, truncations, info
 
     def close(self, terminate: bool = False) -> None:
         self.env.close()  # ALE has no processes to terminate
@@ -182,7 +183,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     usable = hasattr(envs.single_action_space, "n")
     if not usable or envs.single_observation_space.shape != (4, 84, 84):
         raise UsageError(f"the network isn't for what env_kwargs {args.env_kwargs} make")
-    envs = EpisodicLife(RecordEpisodeStatistics(envs), bool(video_folder))
+    envs = EpisodicLife(RecordEpisodeStatistics(envs), whole_games=bool(video_folder))
     if video_folder:  # 15 steps a second are 60 frames
         envs = RecordVideo(
             envs, str(video_folder), episode_trigger=lambda i: i < args.eval_episodes, fps=15
@@ -201,9 +202,9 @@ def gather(x: Tensor) -> Tensor:
     """The tensors of all processes that torchrun started, one after another."""
     if not dist.is_initialized():
         return x
-    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, x.contiguous())
-    return torch.cat(everyone)
+    gathered = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, x.contiguous())
+    return torch.cat(gathered)
 
 
 class Agent(nn.Module):
@@ -240,7 +241,7 @@ class Agent(nn.Module):
         return (self.actor(self.get_features(obs)) + noise).argmax(-1)
 
     def make_act(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """`get_action` for arrays."""
+        """`get_action` on arrays."""
         device = self.actor.weight.device
 
         def act(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
@@ -323,12 +324,12 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, indices: Tensor, args: A
 
 
 def seed_everything(seed: int, *key: int) -> int:
-    """Seed all generators by seed and key; return another seed, below 2**30, for environments."""
+    """Seed all generators by seed and key; return a seed for environments."""
     seed, env_seed = np.random.SeedSequence(seed, spawn_key=key).generate_state(2).tolist()
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    return env_seed // 4
+    return env_seed // 4  # environment i adds i, which must stay below 2**31
 
 
 def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
@@ -358,14 +359,15 @@ def catch_signals(on_exit: ExitStack) -> list[int]:
     """Note the first SIGINT or SIGTERM in the list, until `on_exit` closes; a second one kills."""
     signals = []
 
-    def note(number: int, frame: Any) -> None:
+    def handle(number: int, frame: Any) -> None:
         if signals and not dist.is_torchelastic_launched():  # torchrun sends a second one itself
             os._exit(128 + number)
         signals.append(number)
 
     if threading.current_thread() is threading.main_thread():  # others can't handle signals
         for number in (signal.SIGINT, signal.SIGTERM):
-            on_exit.callback(signal.signal, number, signal.signal(number, note))
+            previous = signal.signal(number, handle)
+            on_exit.callback(signal.signal, number, previous)
     return signals
 
 
@@ -439,9 +441,10 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         if args.resume:
             checkpoint = load_checkpoint(folder)
             for name, value in asdict(args).items():
-                if value != getattr(checkpoint["args"], name) and name != "resume":
-                    if name in FIXED:
-                        raise UsageError(f"a resumed run keeps its {name}: leave it out")
+                is_new = name != "resume" and value != getattr(checkpoint["args"], name)
+                if is_new and name in FIXED:
+                    raise UsageError(f"a resumed run keeps its {name}: leave it out")
+                if is_new and rank == 0:
                     print(f"resumed with {name} {value}", file=sys.stderr)
         first_iteration, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
 
@@ -478,11 +481,11 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         in_loop = on_exit.enter_context(ExitStack())  # closes before the last evaluation
         start_time, mean_return = time.perf_counter(), float(np.mean(last_returns or math.nan))
         signals = catch_signals(in_loop)
-        bar = tqdm(total=args.total_timesteps, initial=global_step, disable=rank > 0 or None)
+        bar = tqdm(total=num_iterations * batch_size, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
             # Environments can't be saved. So that a resumed run goes the same way as an undisturbed
-            # one, both make them anew after a checkpoint, and seed all generators by the iteration.
+            # one, both make them anew every `interval` and seed all generators by the iteration.
             if iteration == first_iteration or iteration % interval == 0:
                 if iteration > first_iteration:
                     envs.close()
@@ -564,14 +567,14 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 if not np.isfinite(x).all():
                     where = f"in iteration {iteration}, up to step {global_step}"
                     raise UsageError(f"{name} became infinite or nan {where}")
-            scalars |= agent.finish_iteration(b_obs)
+            scalars |= agent.finish_iteration(b_obs)  # changes the agent: normalization, a floor
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
             scalars["charts/SPS"] = (global_step - start_step) / (time.perf_counter() - start_time)
-            everyone = [(episodes, signals)] * world_size
-            if world_size > 1:
-                dist.all_gather_object(everyone, (episodes, signals))
-            stop_signals = [number for _, numbers in everyone for number in numbers]
-            episodes = sorted((x for theirs, _ in everyone for x in theirs), key=lambda x: x[0])
+            gathered = [(episodes, signals)] * world_size
+            if world_size > 1:  # all processes count all episodes, and stop together
+                dist.all_gather_object(gathered, (episodes, signals))
+            stop_signals = [number for _, numbers in gathered for number in numbers]
+            episodes = sorted((x for theirs, _ in gathered for x in theirs), key=lambda x: x[0])
             last_returns = [*last_returns, *(total for _, total, _ in episodes)][-100:]
             mean_return = float(np.mean(last_returns or math.nan))
             if rank == 0:
@@ -594,7 +597,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 arguments = asdict(args) | {"resume": None}
                 checkpoint["args"] = json.dumps(arguments, default=np.generic.item)
                 torch.save(checkpoint, folder / "checkpoint.tmp")
-                os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # always a whole
+                os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # all or nothing
                 if args.eval_checkpoints and is_cut and not is_last:  # all is seeded anew after it
                     log(writer, evaluate(args, folder), global_step)
             if report:
@@ -617,7 +620,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
-        if args.resume or args.evaluate:  # again, with the run's own arguments as defaults
+        if args.resume or args.evaluate:  # parse again: the run's own arguments are the defaults
             saved = load_checkpoint(args.resume or args.evaluate)["args"]
             args = tyro.cli(Args, default=replace(saved, env_kwargs={}))
             args.env_kwargs = saved.env_kwargs | args.env_kwargs

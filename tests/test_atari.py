@@ -121,23 +121,23 @@ class Games(gym.vector.VectorEnv):
         return self.screens, np.zeros(3), no, cut, {"lives": self.lives.copy()}
 
 
-@pytest.mark.parametrize("has_video", [False, True])
-def test_a_time_limit_after_an_extra_life(has_video: bool) -> None:
+@pytest.mark.parametrize("whole_games", [False, True])
+def test_a_time_limit_after_an_extra_life(whole_games: bool) -> None:
     """A cut game is no termination, although the next one begins with fewer lives."""
-    envs = ppo_atari.EpisodicLife(Games("ALE/Breakout-v5"), has_video)
+    envs = ppo_atari.EpisodicLife(Games("ALE/Breakout-v5"), whole_games)
     envs.reset()
     _, _, terminations, truncations, _ = envs.step(np.zeros(3, np.int64))
-    assert terminations.tolist() == [False, not has_video, False]
+    assert terminations.tolist() == [False, not whole_games, False]
     assert truncations.tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("has_video", [False, True])
+@pytest.mark.parametrize("whole_games", [False, True])
 @pytest.mark.parametrize(
     ("game", "second"), [("ALE/Breakout-v5", [3, 1, 3]), ("ALE/MsPacman-v5", [3, 3, 3])]
 )
-def test_fire_after_a_lost_life(game: str, second: list[int], has_video: bool) -> None:
+def test_fire_after_a_lost_life(game: str, second: list[int], whole_games: bool) -> None:
     """Fire is pressed after a lost life, not after the end of a game; where the game has it."""
-    envs = ppo_atari.EpisodicLife(Games(game), has_video)
+    envs = ppo_atari.EpisodicLife(Games(game), whole_games)
     for _ in range(2):
         envs.reset()
         for _ in range(2):
