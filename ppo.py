@@ -17,7 +17,6 @@ Actions: Discrete, MultiDiscrete or MultiBinary. Observations: whatever flattens
 """
 
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -112,6 +111,7 @@ def check(args: Args) -> None:
     parts = args.num_minibatches * world_size
     if batch_size % parts or batch_size < 2 * parts or args.num_envs % world_size:
         need = f"num_minibatches * {world_size} processes = {parts} equal parts of 2 or more"
+        need += f", num_envs into {world_size}"
         raise UsageError(f"num_envs * num_steps = {batch_size} must divide into {need}")
     if args.total_timesteps < batch_size:
         raise UsageError(f"total_timesteps is less than num_envs * num_steps = {batch_size}")
@@ -127,7 +127,7 @@ class FlatEnv(gym.Wrapper):
         self.observation_space = Box(-np.inf, np.inf, (size,), np.float32)
 
     def flatten(self, obs: Any, info: dict[str, Any]) -> np.ndarray:
-        obs = gym.spaces.flatten(self.space, obs).astype(np.float32)  # a copy: some overwrite it
+        obs = gym.spaces.flatten(self.space, obs).astype(np.float32)  # a copy: it may change
         return np.append(obs, np.float32(info["action_mask"])) if self.mask_actions else obs
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
@@ -148,10 +148,13 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     if "ALE/" in args.env_id:
         raise UsageError(f"{args.env_id} is a game for ppo_atari.py")
     kwargs = args.env_kwargs | ({"render_mode": "rgb_array"} if video_folder else {})
+    # Without copies, the next step overwrites an observation.
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
 
     def wrap(env: gym.Env) -> gym.Env:
-        if args.vectorization == "async" and multiprocessing.current_process().daemon:  # a worker
+        if (
+            args.vectorization == "async" and multiprocessing.current_process().daemon
+        ):  # in a worker
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it, too: train handles it
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if video_folder:
@@ -164,17 +167,18 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
             envs.reset()  # fails here if there are no masks
     except Exception as error:
         raise UsageError(f"cannot make {args.env_id}, {kwargs}: {error!r}") from error
-    # One mechanism for three spaces: actions are len(nvec) choices at once, the i-th below nvec[i].
+    # One mechanism for three spaces (detail 37): len(nvec) choices at once, the i-th below nvec[i].
     space, shape = envs.single_action_space, envs.action_space.shape
     start = getattr(space, "start", 0)
     if isinstance(space, Discrete):
         nvec = np.array([space.n])
-    elif isinstance(space, MultiDiscrete) and not args.mask_actions:
+    elif isinstance(space, MultiDiscrete):
         nvec = space.nvec
     elif isinstance(space, MultiBinary) and not args.mask_actions:
         nvec = np.full(space.shape, 2)
     else:
-        raise UsageError(f"{args.env_id} has actions {space}: for a Box, use ppo_continuous.py")
+        hint = "masks are for Discrete ones, ppo_continuous.py is for a Box"
+        raise UsageError(f"{args.env_id} has actions {space}: {hint}")
     return TransformAction(
         RecordEpisodeStatistics(envs),
         lambda actions: (actions.reshape(shape) + start).astype(space.dtype),
@@ -190,7 +194,7 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
 
 
 def in_numpy(layer: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
-    """The layer or network, as it is now, on arrays: for few rows, 4 times faster than PyTorch."""
+    """The layer or network on arrays, until its weights change: 4 times faster for few rows."""
     kind = None if layer._forward_hooks or layer._forward_pre_hooks else type(layer)
     if kind is nn.Sequential:
         functions = [in_numpy(x) for x in layer]
@@ -214,10 +218,7 @@ def gather(x: Tensor) -> Tensor:
 
 
 class Agent(nn.Module):
-    """Separate actor and critic (detail 13); an action is `num_choices` choices (detail 37).
-
-    B is the number of rows. Only parameters and buffers are saved.
-    """
+    """Separate actor and critic (detail 13). Only parameters and buffers are saved."""
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args) -> None:
         super().__init__()
@@ -239,7 +240,7 @@ class Agent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, 1), std=1.0),
         )
-        # Choices with fewer options than others are padded; the padding gets no probability.
+        # Choices with fewer options are padded: without probability, and so without gradient.
         is_padding = torch.as_tensor(np.arange(self.num_options) >= nvec[:, None])
         self.actor[-1].bias.data[is_padding.flatten()] = -1e8
 
@@ -251,11 +252,11 @@ class Agent(nn.Module):
         return logits
 
     def get_action(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-        """The most probable actions, (B, num_choices), or, with noise, a sample of the policy."""
+        """The most probable actions, (B, num_choices); with noise, a sample of the policy."""
         return (self.get_logits(obs, self.actor(obs)) + noise).argmax(-1)
 
     def make_act(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """`get_action` on arrays, with the present weights; the rollout checks that both agree."""
+        """`get_action` on arrays, made anew for each rollout, which checks that both agree."""
         actor = in_numpy(self.actor)
         return lambda obs, noise: (self.get_logits(obs, actor(obs)) + noise).argmax(-1)
 
@@ -342,7 +343,6 @@ def seed_everything(seed: int, *key: int) -> int:
 
 def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
     """Set PyTorch up until `on_exit` closes; return the device. Raises `UsageError`."""
-    torch.compiler.reset()  # forget what an earlier call of train compiled
     on_exit.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -351,7 +351,7 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
         name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:
+    try:  # before the training: is there such a device, and a compiler?
         torch.compile(torch.neg, disable=not args.compile)(torch.zeros(1, device=name)).cpu()
     except Exception as error:
         why = f"{name}, or a C++ compiler to --compile, is missing: {str(error).splitlines()[0]}"
@@ -359,7 +359,7 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group(device_id=torch.device(name) if "cuda" in name else None)
         on_exit.callback(dist.destroy_process_group)
-        on_exit.callback(torch.compiler.reset)  # runs before: NCCL waits for CUDA graphs with it
+    on_exit.callback(torch.compiler.reset)  # before the line above: NCCL waits for CUDA graphs
     return torch.device(name)
 
 
@@ -429,7 +429,7 @@ def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
 
 
 def train(args: Args, report: Callable[[int, float], None] | None = None) -> float:
-    """Train an agent in a new folder in `runs`, or go on in the folder `args.resume`.
+    """Train an agent in a new folder in `runs`, or go on in that of `args.resume`, by these `args`.
 
     Returns the mean raw return of the last 100 episodes, nan if none ended. Each iteration ends
     with `report(global_step, mean_return)`, which may raise to stop the training. Raises
@@ -460,15 +460,16 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the latest; waits for no worker
         seed_everything(args.seed)  # the same weights in all processes
-        agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)  # as gradients
-        rate = torch.tensor(args.learning_rate, device=device)  # or it would compile for each rate
+        # Weights are contiguous, like their gradients: with others, fused Adam is silently wrong.
+        agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
+        rate = torch.tensor(args.learning_rate, device=device)  # each float would compile again
         optimizer = Adam(agent.parameters(), rate, eps=1e-5, fused=not args.compile)  # detail 3
-        if args.resume:  # the state, but not the settings, which may have changed
+        if args.resume:  # Adam's moments, but not its settings, which may have changed
             agent.load_state_dict(checkpoint["agent"])
             settings = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": settings})
         learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))  # in update
+        on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))  # autograd.grad
         compiled_update = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
 
         global_step = start_step = first_iteration * batch_size
@@ -486,14 +487,15 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         rewards = np.zeros(shape, np.float32)
         terminations, truncations = np.zeros((2, *shape), bool)
 
-        in_loop = on_exit.enter_context(ExitStack())  # closes before the last evaluation
-        start_time, mean_return = time.perf_counter(), float(np.mean(last_returns or math.nan))
+        in_loop = on_exit.enter_context(ExitStack())  # what ends before the last evaluation
+        start_time, mean_return = time.perf_counter(), float(np.mean(last_returns or np.nan))
         signals = catch_signals(in_loop)
         bar = tqdm(total=num_iterations * batch_size, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
             # Environments can't be saved. So that a resumed run goes the same way as an undisturbed
-            # one, both make them anew every `interval` and seed all generators by the iteration.
+            # one, both make them anew every `interval`, and seed all generators by the iteration,
+            # twice, as making environments may draw numbers.
             if iteration == first_iteration or iteration % interval == 0:
                 if iteration > first_iteration:
                     envs.close()
@@ -503,8 +505,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 num_ended = 0
             is_cut, is_last = (iteration + 1) % interval == 0, iteration + 1 == num_iterations
             if args.anneal_lr:  # detail 4
-                for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
-                    group["lr"].fill_(rate * (1 - iteration / num_iterations))
+                for group, base in zip(optimizer.param_groups, learning_rates, strict=True):
+                    group["lr"].fill_(base * (1 - iteration / num_iterations))
 
             # Rollout. The policy stays the same: draw all noise before, only act within, and
             # compute log-probabilities and values after, in one batch.
@@ -524,7 +526,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"]):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
-                b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # hacks may alter these
+                b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # networks get copies
                 b_actions = torch.tensor(actions, device=device).flatten(0, 1)
                 b_noise = torch.tensor(noise, device=device).flatten(0, 1)
                 again = agent.get_action(b_obs[:64].clone(), b_noise[:64])
@@ -532,11 +534,12 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 assert close.float().mean() > 0.95, "make_act does otherwise than get_action"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
             dones = terminations | truncations
-            dones[-1] |= is_cut  # what scale_rewards sums up begins anew
+            dones[-1] |= is_cut  # for scale_rewards; no advantage depends on the last one
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             for epoch in range(args.update_epochs):
                 # Generalized advantage estimation (arXiv:1506.02438, (16); detail 5). The value
-                # after termination is 0, after truncation that of the true last observation.
+                # after termination is 0, after truncation that of the true last observation. These
+                # and the values after the rollout are computed at once.
                 if epoch == 0 or args.recompute_advantages:
                     last_obs = torch.from_numpy(np.concatenate([next_obs, final_obs[truncations]]))
                     with torch.no_grad():
@@ -575,7 +578,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 if not np.isfinite(x).all():
                     where = f"in iteration {iteration}, up to step {global_step}"
                     raise UsageError(f"{name} became infinite or nan {where}")
-            scalars |= agent.finish_iteration(b_obs)  # changes the agent: normalization, a floor
+            scalars |= agent.finish_iteration(b_obs)  # changes the agent, so not before
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
             scalars["charts/SPS"] = (global_step - start_step) / (time.perf_counter() - start_time)
             gathered = [(episodes, signals)] * world_size
@@ -584,7 +587,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             stop_signals = [number for _, numbers in gathered for number in numbers]
             episodes = sorted((x for theirs, _ in gathered for x in theirs), key=lambda x: x[0])
             last_returns = [*last_returns, *(total for _, total, _ in episodes)][-100:]
-            mean_return = float(np.mean(last_returns or math.nan))
+            mean_return = float(np.mean(last_returns or np.nan))
             if rank == 0:
                 for step, total, length in episodes:
                     charts = {"charts/episodic_return": total, "charts/episodic_length": length}
@@ -595,7 +598,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
             # Checkpoint
             num_ended += len(episodes)
-            if is_cut and not num_ended and rank == 0:
+            if is_cut and not is_last and not num_ended and rank == 0:
                 hint = "raise --checkpoint-interval, as each checkpoint cuts all episodes"
                 tqdm.write(f"no episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
@@ -631,7 +634,7 @@ if __name__ == "__main__":
         if args.resume or args.evaluate:  # parse again: the run's own arguments are the defaults
             saved = load_checkpoint(args.resume or args.evaluate)["args"]
             args = tyro.cli(Args, default=replace(saved, env_kwargs={}))
-            args.env_kwargs = saved.env_kwargs | args.env_kwargs
+            args.env_kwargs = saved.env_kwargs | args.env_kwargs  # tyro merges no dictionaries
         if args.evaluate:
             evaluate(args, args.evaluate)
         else:

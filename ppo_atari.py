@@ -17,7 +17,6 @@ Actions: the buttons of Atari 2600 games. Observations: the last four screens, 8
 """
 
 import json
-import math
 import os
 import random
 import signal
@@ -112,17 +111,18 @@ def check(args: Args) -> None:
     parts = args.num_minibatches * world_size
     if batch_size % parts or batch_size < 2 * parts or args.num_envs % world_size:
         need = f"num_minibatches * {world_size} processes = {parts} equal parts of 2 or more"
+        need += f", num_envs into {world_size}"
         raise UsageError(f"num_envs * num_steps = {batch_size} must divide into {need}")
     if args.total_timesteps < batch_size:
         raise UsageError(f"total_timesteps is less than num_envs * num_steps = {batch_size}")
 
 
 class EpisodicLife(gym.vector.VectorWrapper):
-    """Report a lost life as a termination, and play on (detail 16): press fire, for which many
-    games wait (detail 17), in place of the next action, which is learned from all the same.
+    """Report a lost life as a termination, and play on (detail 16). Many games wait for fire then
+    (detail 17): it replaces the next action, and PPO learns from the action that it chose.
 
-    Screens come last, (84, 84, 4), as convolutions are the fastest in this order. A video, which
-    shows whole games, is of what the agent sees: ALE's vector environment renders nothing.
+    Observations are channels last, (84, 84, 4), for fast convolutions. `whole_games`, for a video,
+    reports no lost lives.
     """
 
     render_mode = "rgb_array"
@@ -143,10 +143,11 @@ class EpisodicLife(gym.vector.VectorWrapper):
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
         actions = np.where(self.lost & self.has_fire, 1, actions)
         obs, rewards, terminations, truncations, info = self.env.step(actions)
-        over = terminations | truncations  # where a game is, lives are already those of the next
-        self.lost = (info["lives"] < self.lives) & ~over
-        self.lives, ended = info["lives"].copy(), over | self.lost
-        if ended.any():
+        over = terminations | truncations
+        self.lost = (info["lives"] < self.lives) & ~over  # after a game, they are the next one's
+        self.lives = info["lives"].copy()
+        ended = over | self.lost
+        if ended.any():  # ALE's final_obs is of games
             final_obs = np.where(over[:, None, None, None], info.get("final_obs", obs), obs)
             info |= {"final_obs": final_obs.transpose(0, 2, 3, 1), "_final_obs": ended}
         self.obs = np.stack(obs.swapaxes(0, 1), -1)
@@ -158,7 +159,7 @@ class EpisodicLife(gym.vector.VectorWrapper):
         self.env.close()  # ALE has no processes to terminate
 
     def render(self) -> list[np.ndarray]:
-        """The last screen of each game, enlarged, (336, 336, 3)."""
+        """The last screen of each game, enlarged, (336, 336, 3): ALE's vectors render nothing."""
         return [x[..., -1:].repeat(4, 0).repeat(4, 1).repeat(3, 2) for x in self.obs]
 
 
@@ -182,9 +183,9 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
         raise UsageError(f"cannot make {args.env_id}, {kwargs}: {error!r}") from error
     usable = hasattr(envs.single_action_space, "n")
     if not usable or envs.single_observation_space.shape != (4, 84, 84):
-        raise UsageError(f"the network isn't for what env_kwargs {args.env_kwargs} make")
+        raise UsageError(f"env_kwargs {args.env_kwargs} change the shape: leave them out")
     envs = EpisodicLife(RecordEpisodeStatistics(envs), whole_games=bool(video_folder))
-    if video_folder:  # 15 steps a second are 60 frames
+    if video_folder:  # 60 frames a second
         envs = RecordVideo(
             envs, str(video_folder), episode_trigger=lambda i: i < args.eval_episodes, fps=15
         )
@@ -208,14 +209,11 @@ def gather(x: Tensor) -> Tensor:
 
 
 class Agent(nn.Module):
-    """Actor and critic on the network of Mnih et al. (2015; details 13, 21).
-
-    B is the number of rows. Only parameters and buffers are saved.
-    """
+    """Actor and critic on the CNN of Mnih et al. 2015. Only parameters and buffers are saved."""
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args) -> None:
         super().__init__()
-        self.network = nn.Sequential(
+        self.network = nn.Sequential(  # shared (details 13, 21)
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),
             nn.ReLU(inplace=True),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
@@ -237,11 +235,11 @@ class Agent(nn.Module):
             return self.network(x).float()
 
     def get_action(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-        """The most probable actions, (B,), or, with noise, a sample of the policy."""
+        """The most probable actions, (B,); with noise, a sample of the policy."""
         return (self.actor(self.get_features(obs)) + noise).argmax(-1)
 
     def make_act(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """`get_action` on arrays."""
+        """`get_action` on arrays, made anew for each rollout."""
         device = self.actor.weight.device
 
         def act(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
@@ -334,7 +332,6 @@ def seed_everything(seed: int, *key: int) -> int:
 
 def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
     """Set PyTorch up until `on_exit` closes; return the device. Raises `UsageError`."""
-    torch.compiler.reset()  # forget what an earlier call of train compiled
     on_exit.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -343,7 +340,7 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
         name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:
+    try:  # before the training: is there such a device, and a compiler?
         torch.compile(torch.neg, disable=not args.compile)(torch.zeros(1, device=name)).cpu()
     except Exception as error:
         why = f"{name}, or a C++ compiler to --compile, is missing: {str(error).splitlines()[0]}"
@@ -351,7 +348,7 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group(device_id=torch.device(name) if "cuda" in name else None)
         on_exit.callback(dist.destroy_process_group)
-        on_exit.callback(torch.compiler.reset)  # runs before: NCCL waits for CUDA graphs with it
+    on_exit.callback(torch.compiler.reset)  # before the line above: NCCL waits for CUDA graphs
     return torch.device(name)
 
 
@@ -421,7 +418,7 @@ def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
 
 
 def train(args: Args, report: Callable[[int, float], None] | None = None) -> float:
-    """Train an agent in a new folder in `runs`, or go on in the folder `args.resume`.
+    """Train an agent in a new folder in `runs`, or go on in that of `args.resume`, by these `args`.
 
     Returns the mean raw return of the last 100 episodes, nan if none ended. Each iteration ends
     with `report(global_step, mean_return)`, which may raise to stop the training. Raises
@@ -452,15 +449,16 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the latest; waits for no worker
         seed_everything(args.seed)  # the same weights in all processes
-        agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)  # as gradients
-        rate = torch.tensor(args.learning_rate, device=device)  # or it would compile for each rate
+        # Weights are contiguous, like their gradients: with others, fused Adam is silently wrong.
+        agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
+        rate = torch.tensor(args.learning_rate, device=device)  # each float would compile again
         optimizer = Adam(agent.parameters(), rate, eps=1e-5, fused=not args.compile)  # detail 3
-        if args.resume:  # the state, but not the settings, which may have changed
+        if args.resume:  # Adam's moments, but not its settings, which may have changed
             agent.load_state_dict(checkpoint["agent"])
             settings = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": settings})
         learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))  # in update
+        on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))  # autograd.grad
         compiled_update = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
 
         global_step = start_step = first_iteration * batch_size
@@ -478,14 +476,15 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         rewards = np.zeros(shape, np.float32)
         terminations, truncations = np.zeros((2, *shape), bool)
 
-        in_loop = on_exit.enter_context(ExitStack())  # closes before the last evaluation
-        start_time, mean_return = time.perf_counter(), float(np.mean(last_returns or math.nan))
+        in_loop = on_exit.enter_context(ExitStack())  # what ends before the last evaluation
+        start_time, mean_return = time.perf_counter(), float(np.mean(last_returns or np.nan))
         signals = catch_signals(in_loop)
         bar = tqdm(total=num_iterations * batch_size, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
             # Environments can't be saved. So that a resumed run goes the same way as an undisturbed
-            # one, both make them anew every `interval` and seed all generators by the iteration.
+            # one, both make them anew every `interval`, and seed all generators by the iteration,
+            # twice, as making environments may draw numbers.
             if iteration == first_iteration or iteration % interval == 0:
                 if iteration > first_iteration:
                     envs.close()
@@ -495,8 +494,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 num_ended = 0
             is_cut, is_last = (iteration + 1) % interval == 0, iteration + 1 == num_iterations
             if args.anneal_lr:  # detail 4
-                for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
-                    group["lr"].fill_(rate * (1 - iteration / num_iterations))
+                for group, base in zip(optimizer.param_groups, learning_rates, strict=True):
+                    group["lr"].fill_(base * (1 - iteration / num_iterations))
 
             # Rollout. The policy stays the same: draw all noise before, only act within, and
             # compute log-probabilities and values after, in one batch.
@@ -516,7 +515,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"]):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
-                b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # hacks may alter these
+                b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # networks get copies
                 b_actions = torch.tensor(actions, device=device).flatten(0, 1)
                 b_noise = torch.tensor(noise, device=device).flatten(0, 1)
                 again = agent.get_action(b_obs[:64].clone(), b_noise[:64])
@@ -524,11 +523,12 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 assert close.float().mean() > 0.95, "make_act does otherwise than get_action"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
             dones = terminations | truncations
-            dones[-1] |= is_cut  # what scale_rewards sums up begins anew
+            dones[-1] |= is_cut  # for scale_rewards; no advantage depends on the last one
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             for epoch in range(args.update_epochs):
                 # Generalized advantage estimation (arXiv:1506.02438, (16); detail 5). The value
-                # after termination is 0, after truncation that of the true last observation.
+                # after termination is 0, after truncation that of the true last observation. These
+                # and the values after the rollout are computed at once.
                 if epoch == 0 or args.recompute_advantages:
                     last_obs = torch.from_numpy(np.concatenate([next_obs, final_obs[truncations]]))
                     with torch.no_grad():
@@ -567,7 +567,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 if not np.isfinite(x).all():
                     where = f"in iteration {iteration}, up to step {global_step}"
                     raise UsageError(f"{name} became infinite or nan {where}")
-            scalars |= agent.finish_iteration(b_obs)  # changes the agent: normalization, a floor
+            scalars |= agent.finish_iteration(b_obs)  # changes the agent, so not before
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
             scalars["charts/SPS"] = (global_step - start_step) / (time.perf_counter() - start_time)
             gathered = [(episodes, signals)] * world_size
@@ -576,7 +576,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             stop_signals = [number for _, numbers in gathered for number in numbers]
             episodes = sorted((x for theirs, _ in gathered for x in theirs), key=lambda x: x[0])
             last_returns = [*last_returns, *(total for _, total, _ in episodes)][-100:]
-            mean_return = float(np.mean(last_returns or math.nan))
+            mean_return = float(np.mean(last_returns or np.nan))
             if rank == 0:
                 for step, total, length in episodes:
                     charts = {"charts/episodic_return": total, "charts/episodic_length": length}
@@ -587,7 +587,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
             # Checkpoint
             num_ended += len(episodes)
-            if is_cut and not num_ended and rank == 0:
+            if is_cut and not is_last and not num_ended and rank == 0:
                 hint = "raise --checkpoint-interval, as each checkpoint cuts all episodes"
                 tqdm.write(f"no episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
@@ -623,7 +623,7 @@ if __name__ == "__main__":
         if args.resume or args.evaluate:  # parse again: the run's own arguments are the defaults
             saved = load_checkpoint(args.resume or args.evaluate)["args"]
             args = tyro.cli(Args, default=replace(saved, env_kwargs={}))
-            args.env_kwargs = saved.env_kwargs | args.env_kwargs
+            args.env_kwargs = saved.env_kwargs | args.env_kwargs  # tyro merges no dictionaries
         if args.evaluate:
             evaluate(args, args.evaluate)
         else:
