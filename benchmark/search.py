@@ -1,6 +1,6 @@
 """Try settings of ppo_continuous.py, with the flags that search.diff adds to it.
 
-    python benchmark/search.py --tasks Ant-v5 Hopper-v5 --flags "--stagger --obs-eps 0.1"
+    python benchmark/search.py --tasks Ant-v5 Hopper-v5 "--flags=--stagger --obs-eps 0.1"
 
 Every run is one process with --compile, and a row of benchmark/results/search.csv; what is there
 already is not run again. Seeds from 101 on are for this only: no published row has them.
