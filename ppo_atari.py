@@ -243,7 +243,7 @@ class Agent(nn.Module):
         device = self.actor.weight.device
 
         def act(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-            obs, noise = torch.tensor(obs, device=device), torch.tensor(noise, device=device)
+            obs, noise = torch.as_tensor(obs, device=device), torch.as_tensor(noise, device=device)
             return self.get_action(obs, noise).cpu().numpy()
 
         return act
@@ -418,7 +418,7 @@ def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
 
 
 def train(args: Args, report: Callable[[int, float], None] | None = None) -> float:
-    """Train an agent in a new folder in `runs`, or go on in that of `args.resume`, by these `args`.
+    """Train an agent in a new folder in `runs`, or resume the run in `args.resume` with these.
 
     Returns the mean raw return of the last 100 episodes, nan if none ended. Each iteration ends
     with `report(global_step, mean_return)`, which may raise to stop the training. Raises

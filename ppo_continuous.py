@@ -131,7 +131,7 @@ class FlatEnv(gym.Wrapper):
         self.observation_space = Box(-np.inf, np.inf, (size,), np.float32)
 
     def flatten(self, obs: Any) -> np.ndarray:
-        return gym.spaces.flatten(self.space, obs).astype(np.float32)  # a copy: it may change
+        return gym.spaces.flatten(self.space, obs).astype(np.float32)  # a copy: env may reuse it
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         obs, _ = self.env.reset(**kwargs)
@@ -155,9 +155,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
 
     def wrap(env: gym.Env) -> gym.Env:
-        if (
-            args.vectorization == "async" and multiprocessing.current_process().daemon
-        ):  # in a worker
+        if args.vectorization == "async" and multiprocessing.current_process().daemon:  # a worker
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it, too: train handles it
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if video_folder:
@@ -193,7 +191,7 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
 
 
 def in_numpy(layer: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
-    """The layer or network on arrays, until its weights change: 4 times faster for few rows."""
+    """The layer or network on arrays, until its weights change: with few rows, a speed-up."""
     kind = None if layer._forward_hooks or layer._forward_pre_hooks else type(layer)
     if kind is nn.Sequential:
         functions = [in_numpy(x) for x in layer]
@@ -268,7 +266,7 @@ class Agent(nn.Module):
         return ((obs - mean) / (var + 1e-8) ** 0.5).clip(-10, 10)
 
     def get_mean_and_log_std(self, output: Array, log_std: Array) -> tuple[Array, Array]:
-        """Split the actor's output: (B, num_actions), and without state_std (num_actions,)."""
+        """From the actor's output, (B, num_actions); without state_std, log_std has no B."""
         if not self.state_std:
             return output, log_std  # detail 24
         mean, change = output[:, : self.num_actions], output[:, self.num_actions :]
@@ -487,7 +485,7 @@ def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
 
 
 def train(args: Args, report: Callable[[int, float], None] | None = None) -> float:
-    """Train an agent in a new folder in `runs`, or go on in that of `args.resume`, by these `args`.
+    """Train an agent in a new folder in `runs`, or resume the run in `args.resume` with these.
 
     Returns the mean raw return of the last 100 episodes, nan if none ended. Each iteration ends
     with `report(global_step, mean_return)`, which may raise to stop the training. Raises

@@ -48,8 +48,7 @@ def train(script: Path, env_id: str, seed: int, flags: str) -> None:
     )
     row = {"env_id": env_id, "seed": seed, "flags": flags}
     if done.returncode:
-        print(row, done.stderr.splitlines()[-1], flush=True)
-        return
+        raise RuntimeError(f"{row} failed:\n{done.stderr}")
     greedy = re.search(r"greedy return (\S+), std (\S+), over", done.stdout).groups()
     row["score"] = re.search(r"mean return (\S+) over", done.stdout)[1]
     row |= dict(zip(("greedy", "greedy_std"), greedy, strict=True))
