@@ -520,9 +520,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     if "final_obs" in infos:  # next_obs is already of the next episodes
                         for i in np.flatnonzero(infos["_final_obs"]):
                             final_obs[t, i] = infos["final_obs"][i]
-                    if "episode" in infos:
+                    if "episode" in infos:  # a return is nan if the episode was not whole
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
-                        for i in np.flatnonzero(infos["_episode"]):
+                        for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
                 b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # networks get copies
                 b_actions = torch.tensor(actions, device=device).flatten(0, 1)

@@ -66,6 +66,7 @@ class Args:
     state_std: bool = False  # let the policy's standard deviation depend on the state
     log_std_init: float = -0.5  # logarithm of the standard deviation at first
     log_std_min: float = -2.0  # no rollout begins below: with little noise, learning is brittle
+    stagger: bool = True  # begin first episodes at a random step of the time limit, unreported
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project there
 
@@ -142,6 +143,17 @@ class FlatEnv(gym.Wrapper):
         return self.flatten(obs), reward, terminated, truncated, {}
 
 
+class Staggered(RecordEpisodeStatistics):
+    """First episodes begin at a random step of the limit, out of lockstep; their return is nan."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        obs, infos = super().reset(**kwargs)
+        steps = np.random.randint([x.max_episode_steps or 1 for x in self.env.get_attr("spec")])
+        self.env.set_attr("_elapsed_steps", steps.tolist())  # the count of gymnasium's TimeLimit
+        self.episode_returns[steps > 0] = np.nan
+        return obs, infos
+
+
 def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
     """Make environments (detail 1): vectors to observe, actions around -1 .. 1, raw rewards.
 
@@ -170,8 +182,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     space, shape = envs.single_action_space, envs.action_space.shape
     usable = isinstance(space, Box) and space.dtype.kind == "f"
     if not usable or np.abs([space.low, space.high]).max() > 1e9:
-        hint = "no floats with bounds: wrap it, or use ppo.py"
-        raise UsageError(f"{args.env_id} has actions {space}, {hint}")
+        raise UsageError(f"actions {space} have no float bounds: wrap {args.env_id}, or use ppo.py")
     low, high = space.low, space.high
 
     def to_bounds(actions: np.ndarray) -> np.ndarray:
@@ -179,8 +190,9 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
         actions = (low + high) / 2 + (high - low) / 2 * actions.reshape(shape)
         return np.minimum(np.maximum(actions, low), high).astype(space.dtype)
 
+    envs = Staggered(envs) if args.stagger and num_envs > 1 else RecordEpisodeStatistics(envs)
     unbounded = Box(-np.inf, np.inf, (low.size,))
-    return TransformAction(RecordEpisodeStatistics(envs), to_bounds, single_action_space=unbounded)
+    return TransformAction(envs, to_bounds, single_action_space=unbounded)
 
 
 def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear | nn.Conv2d:
@@ -578,9 +590,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     if "final_obs" in infos:  # next_obs is already of the next episodes
                         for i in np.flatnonzero(infos["_final_obs"]):
                             final_obs[t, i] = infos["final_obs"][i]
-                    if "episode" in infos:
+                    if "episode" in infos:  # a return is nan if the episode was not whole
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
-                        for i in np.flatnonzero(infos["_episode"]):
+                        for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
                 b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # networks get copies
                 b_actions = torch.tensor(actions, device=device).flatten(0, 1)

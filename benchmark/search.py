@@ -1,6 +1,7 @@
-"""Try settings of ppo_continuous.py, with the flags that search.diff adds to it.
+"""Try settings of a script, of ppo_continuous.py with the flags that search.diff adds to it.
 
-    python benchmark/search.py --tasks Ant-v5 Hopper-v5 "--flags=--stagger --obs-eps 0.1"
+    python benchmark/search.py --tasks Ant-v5 Hopper-v5 "--flags=--obs-eps 0.1"
+    python benchmark/search.py --script ppo.py --tasks Acrobot-v1 "--flags=--num-envs 16"
 
 Every run is one process with --compile, and a row of benchmark/results/search.csv; what is there
 already is not run again. Seeds from 101 on are for this only: no published row has them.
@@ -28,6 +29,7 @@ LOCK = Lock()
 class Args:
     """Try settings."""
 
+    script: str = "ppo_continuous.py"
     tasks: tuple[str, ...] = tuple(MUJOCO)  # environments
     seeds: tuple[int, ...] = (101, 102)
     flags: str = ""  # of the script, in one string
@@ -63,10 +65,11 @@ def main(args: Args) -> None:
     keys = ("env_id", "seed", "flags")
     recorded = {tuple(row[key] for key in keys) for row in read("search.csv")}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        script = Path(folder, "ppo_continuous.py")
-        script.write_bytes((ROOT / "ppo_continuous.py").read_bytes())
-        with (ROOT / "benchmark/search.diff").open() as diff:
-            subprocess.run(["patch", "-p0", "-F0"], cwd=folder, stdin=diff, check=True)
+        script = Path(folder, args.script)
+        script.write_bytes((ROOT / args.script).read_bytes())
+        if args.script == "ppo_continuous.py":
+            with (ROOT / "benchmark/search.diff").open() as diff:
+                subprocess.run(["patch", "-p0", "-F0"], cwd=folder, stdin=diff, check=True)
         runs = [
             pool.submit(train, script, env_id, seed, args.flags)
             for seed in args.seeds

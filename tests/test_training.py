@@ -149,6 +149,38 @@ def test_final_observations(
     assert set(batches[0].advantages.tolist()) == {2.0}
 
 
+@pytest.mark.parametrize("flags", [{}, {"vectorization": "async"}, {"stagger": False}])
+def test_out_of_lockstep(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """First episodes end all over the time limit of six steps, after a checkpoint, too.
+
+    The observation counts the steps. An observation is made worth itself, so that the advantage of
+    every step is 1 + (n + 1) - n: also of the step that ends a shortened episode, if what it ended
+    with is bootstrapped. Shortened episodes are reported nowhere, and all others are.
+    """
+    monkeypatch.setattr(ppo_continuous.Agent, "get_value", lambda self, obs: obs[:, 0])
+    monkeypatch.setattr(ppo_continuous.Agent, "scale_rewards", lambda self, rewards, *_: rewards)
+    kwargs = {"env_id": "probe_envs:Overwriting-v0", "eval_episodes": 0, "checkpoint_interval": 1}
+    kwargs["env_kwargs"] = {"continuous": True, "max_episode_steps": 6}
+    sizes = {"total_timesteps": 1536, "num_envs": 32, "num_steps": 24, "gamma": 1, "gae_lambda": 0}
+    with kept_batches(ppo_continuous) as batches:
+        args = ppo_continuous.Args(seed=2, **sizes, **kwargs, **flags, update_epochs=1)
+        score = ppo_continuous.train(args)
+    expected = []
+    for rollout, batch in enumerate(batches):
+        assert set(batch.advantages.tolist()) == {2.0}
+        firsts = []
+        for counts in batch.obs[:, 0].view(24, 32).T:
+            ends = [t for t in range(1, 24) if counts[t] == 0] + [24] * (counts[23] == 5)
+            assert set(np.diff(ends)) == {6}
+            firsts.append(ends[0])
+            expected += [32 * (24 * rollout + t) for t in ends if t > ends[0] or t == 6]
+        assert set(firsts) == ({6} if "stagger" in flags else {1, 2, 3, 4, 5, 6})
+    assert [step for step, _ in scalars("charts/episodic_return")] == sorted(expected)
+    assert {x for _, x in scalars("charts/episodic_return")} == {6.0}
+    assert {x for _, x in scalars("charts/episodic_length")} == {6.0}
+    assert score == 6.0
+
+
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 @pytest.mark.parametrize("script", [ppo, ppo_continuous])
 def test_infos_of_any_kind(script: Any, vectorization: str) -> None:
