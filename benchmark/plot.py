@@ -14,16 +14,11 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from report import PUBLISHED
+from report import PUBLISHED, rows_of
 from rliable import library, metrics, plot_utils
-from run import CANONICAL, CLASSIC, MUJOCO, RESULTS, read
+from run import MAIN, MUJOCO, RESULTS, read
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-VARIANTS = {  # by task and flags
-    **{(task, ""): ("defaults", "tab:blue") for task in CLASSIC},
-    **{(task, "--compile"): ("defaults", "tab:blue") for task in MUJOCO},
-    **{(task, CANONICAL): ("canonical", "tab:orange") for task in MUJOCO},
-}
 RESAMPLES = 2000
 DEBUGGING = {
     "losses/explained_variance": "explained variance",
@@ -58,30 +53,26 @@ def curves() -> dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]:
 def draw_curves() -> None:
     """One small plot a task, the published figures as lines."""
     everything = curves()
-    tasks = [task for task in CLASSIC + MUJOCO if any(task == key[0] for key in everything)]
-    rows = -(-len(tasks) // 4)
+    runs = [(task, flags) for _, task, _, flags in MAIN if (task, flags) in everything]
+    rows = -(-len(runs) // 4)
     figure, axes = plt.subplots(rows, 4, figsize=(12, 2.4 * rows), layout="constrained")
-    for axis, task in zip(axes.flat, tasks, strict=False):
-        for key, (name, color) in VARIANTS.items():
-            if key not in everything or key[0] != task:
-                continue
-            steps, returns = everything[key]
-            scores = {name: returns[:, None, :]}  # runs, tasks, frames
-            np.random.seed(0)  # rliable draws from NumPy's global generator
-            mean, interval = library.get_interval_estimates(
-                scores,
-                lambda x: x.mean((0, 1)),
-                reps=RESAMPLES,
-            )
-            axis.plot(steps / 1e6, mean[name], color=color, label=f"{name}, {len(returns)} seeds")
-            axis.fill_between(steps / 1e6, *interval[name], color=color, alpha=0.25, linewidth=0)
+    for axis, (task, flags) in zip(axes.flat, runs, strict=False):
+        steps, returns = everything[task, flags]
+        np.random.seed(0)  # rliable draws from NumPy's global generator
+        mean, interval = library.get_interval_estimates(
+            {task: returns[:, None, :]},  # runs, tasks, frames
+            lambda x: x.mean((0, 1)),
+            reps=RESAMPLES,
+        )
+        axis.plot(steps / 1e6, mean[task], color="tab:blue", label=f"ours, {len(returns)} seeds")
+        axis.fill_between(steps / 1e6, *interval[task], alpha=0.25, linewidth=0)
         for style, (who, figures) in zip((":", "--"), PUBLISHED.items(), strict=True):
             if task in figures:
                 axis.axhline(figures[task][0], color="gray", linestyle=style, label=who)
         axis.set_title(task, fontsize=10)
         axis.tick_params(labelsize=8)
         axis.legend(fontsize=7, loc="lower right", framealpha=0.6)
-    for axis in axes.flat[len(tasks) :]:
+    for axis in axes.flat[len(runs) :]:
         axis.axis("off")
     figure.supxlabel("million steps", fontsize=10)
     figure.supylabel("return in training", fontsize=10)
@@ -94,19 +85,18 @@ def draw_intervals() -> None:
     0 is the mean return of the first episodes in training, 1 is Tianshou's figure.
     """
     everything, columns = curves(), []
-    for task in MUJOCO:
-        key = task, "--compile"
-        if key not in everything:
+    for run in MAIN:
+        _, task, seeds, flags = run
+        if task not in MUJOCO:
+            continue
+        rows = rows_of(run)
+        if len(rows) < len(seeds):
             print(f"intervals.png needs runs of {task}")
             return
-        low = np.mean([x[np.isfinite(x)][0] for x in everything[key][1]])  # however late
+        low = np.mean([x[np.isfinite(x)][0] for x in everything[task, flags][1]])  # however late
         high = PUBLISHED["Tianshou"][task][0]
-        rows = [row for row in read("runs.csv") if (row["env_id"], row["flags"]) == key]
-        rows.sort(key=lambda row: int(row["seed"]))
         columns.append([(float(row["greedy"]) - low) / (high - low) for row in rows])
-    scores = {}  # runs, tasks
-    for seeds in (3, 5):  # among the last three, seed 3 chose the floor, none the rest
-        scores[f"last {seeds} seeds"] = np.array([column[-seeds:] for column in columns]).T
+    scores = {"defaults": np.array(columns).T}  # runs, tasks
     kinds = ["Median", "IQM", "Mean"]
     functions = [metrics.aggregate_median, metrics.aggregate_iqm, metrics.aggregate_mean]
     np.random.seed(0)  # rliable draws from NumPy's global generator
@@ -117,13 +107,13 @@ def draw_intervals() -> None:
     )
     for name in scores:
         for kind, point, low, high in zip(kinds, points[name], *intervals[name], strict=True):
-            print(f"{name!r}, {kind}: {point:.2f} [{low:.2f}, {high:.2f}]")
+            print(f"{name}, {kind}: {point:.2f} [{low:.2f}, {high:.2f}]")
     figure, _ = plot_utils.plot_interval_estimates(
         points,
         intervals,
         metric_names=kinds,
         algorithms=list(scores),
-        colors=dict(zip(scores, ("tab:orange", "tab:blue"), strict=True)),
+        colors={"defaults": "tab:blue"},
         xlabel="greedy return of the defaults, in units of Tianshou's",
         xlabel_y_coordinate=-0.75,
     )

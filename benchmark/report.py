@@ -5,9 +5,10 @@ python benchmark/report.py
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 
 from provenance import provenance
-from run import EXPERIMENTS, MAIN, SHORT, TWO, VARIANTS, read
+from run import ABLATED, CHANGES, EXPERIMENTS, FRESH, HELD_OUT, MAIN, compiled, read
 from speed import label
 
 # Mean and standard deviation of the seeds. CleanRL: its documentation, 3 seeds, in training,
@@ -82,15 +83,26 @@ def median(rows: list[dict[str, str]], key: str) -> float:
     return statistics.median(float(row[key]) for row in rows)
 
 
-def results(runs: list[tuple[str, str, int, str]], without: tuple[str, ...] = ()) -> None:
+Run = tuple[str, str, Sequence[int], str]
+
+
+def rows_of(run: Run) -> list[dict[str, str]]:
+    """What is on file of a run's seeds."""
+    script, env_id, seeds, flags = run
+    key = {"script": script, "env_id": env_id, "flags": flags}
+    rows = [row for row in read("runs.csv") if key.items() <= row.items()]
+    return [row for row in rows if int(row["seed"]) in seeds]
+
+
+def results(runs: list[Run], without: tuple[str, ...] = ()) -> None:
     """Print the table of some of the runs, with what others published for as many steps."""
     columns = ["environment", "command", "steps", "seeds", "training", "lowest .. highest"]
     columns = [x for x in [*columns, "greedy", "minutes", "commit", *PUBLISHED] if x not in without]
     points = curves()
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for script, env_id, _, flags in runs:
-        key = {"script": script, "env_id": env_id, "flags": flags}
-        rows = [row for row in read("runs.csv") if key.items() <= row.items()]
+    for run in runs:
+        script, env_id, _, flags = run
+        rows = rows_of(run)
         if not rows:
             continue
         scores = [last_hundred(points[script, env_id, flags, row["seed"]]) for row in rows]
@@ -106,26 +118,23 @@ def results(runs: list[tuple[str, str, int, str]], without: tuple[str, ...] = ()
             "minutes": f"{median(rows, 'wall_clock_s') / 60:.1f}",
             "commit": ", ".join(sorted({row["commit"][:7] + row["commit"][10:] for row in rows})),
         }
-        cells |= published(env_id) if SHORT not in flags else dict.fromkeys(PUBLISHED, "")
+        cells |= published(env_id) if "timesteps" not in flags else dict.fromkeys(PUBLISHED, "")
         print(f"| {' | '.join(cells[x] for x in columns)} |")
 
 
-def paired(env_id: str, variant: tuple[str, str], reference: tuple[str, str]) -> None:
-    """Print how the means of two variants' learning curves differ, paired by seed."""
-    means = defaultdict(dict)
-    for (script, task, flags, seed), points in curves().items():
-        if task == env_id:
-            means[script, flags][seed] = statistics.mean(mean for mean, _ in points)
-    both = means[variant].keys() & means[reference].keys()
-    if len(both) < 2:
-        return
-    differences = [means[variant][seed] - means[reference][seed] for seed in both]
-    error = statistics.stdev(differences) / len(both) ** 0.5
-    average = statistics.mean(means[reference][seed] for seed in both)
-    print(
-        f"{env_id}: {' '.join(variant)} differs from {' '.join(reference)} by "
-        f"{statistics.mean(differences):.1f} ± {error:.1f} of {average:.1f}, {len(both)} seeds"
-    )
+def ablation() -> None:
+    """Print what each change of a default does, training (greedy), on the same seeds."""
+    points = curves()
+    print(f"\n| defaults but for | {' | '.join(ABLATED)} |\n|---|{'---|' * len(ABLATED)}")
+    for change in ["", *CHANGES]:
+        cells = []
+        for task in ABLATED:
+            flags = f"{compiled(task)} {change}".strip()
+            rows = rows_of(("ppo_continuous.py", task, FRESH[:5], flags))
+            seeds = [points["ppo_continuous.py", task, flags, row["seed"]] for row in rows]
+            training = mean_and_spread([last_hundred(x) for x in seeds])
+            cells.append(f"{training} ({mean_and_spread([float(x['greedy']) for x in rows])})")
+        print(f"| {f'`{change}`' if change else 'nothing'} | {' | '.join(cells)} |")
 
 
 def speeds() -> None:
@@ -170,19 +179,13 @@ def speeds() -> None:
 def main() -> None:
     """Print the tables, in Markdown."""
     short = [run for run in MAIN if run[1] in SHOWN]
-    short += [run for run in EXPERIMENTS if run[1:3] == ("ALE/Breakout-v5", 3)]
+    short += [run for run in EXPERIMENTS if run[1] == "ALE/Breakout-v5"]
     results(short, without=("lowest .. highest", "commit"))
     results(MAIN)
-    results(VARIANTS)
+    results(HELD_OUT, without=tuple(PUBLISHED))
+    ablation()
     results(EXPERIMENTS, without=tuple(PUBLISHED))
     speeds()
-    print("\nMean of the learning curve (paired, standard error):")
-    paired("CartPole-v1", ("ppo.py", "--compile"), ("ppo.py", ""))
-    paired("CartPole-v1", (f"{TWO} ppo.py", ""), ("ppo.py", ""))
-    eager = "ppo_continuous.py", ""
-    paired("HalfCheetah-v5", ("ppo_continuous.py", "--compile"), eager)
-    two = f"{TWO} ppo_continuous.py"
-    paired("HalfCheetah-v5", (two, SHORT), ("ppo_continuous.py", SHORT))
     phases = {}  # the last of each, on a machine that is meant for it
     for row in read("phases.csv"):
         if "--bf16" not in row["who"] or row["machine"] != WITHOUT_BF16:
