@@ -137,6 +137,20 @@ def ablation() -> None:
         print(f"| {f'`{change}`' if change else 'nothing'} | {' | '.join(cells)} |")
 
 
+def searches() -> None:
+    """Print what search.csv has, by flags and task: training (greedy) of each seed."""
+    groups = defaultdict(lambda: defaultdict(list))
+    for row in sorted(read("search.csv"), key=lambda row: row["seed"]):
+        cell = f"{float(row['score']):.0f} ({float(row['greedy']):.0f})"
+        groups[row["flags"]][row["env_id"]].append(cell)
+    for tasks in (ABLATED, ["Acrobot-v1"]):
+        print(f"\n| flags | {' | '.join(tasks)} |\n|---|{'---|' * len(tasks)}")
+        for flags, cells in groups.items():
+            if cells.keys() & set(tasks):
+                row = [", ".join(cells[task]) or "-" for task in tasks]
+                print(f"| {f'`{flags}`' if flags else 'none'} | {' | '.join(row)} |")
+
+
 def speeds() -> None:
     """Print the table of speed.csv: medians on each machine, and the largest peak of memory.
 
@@ -184,6 +198,7 @@ def main() -> None:
     results(MAIN)
     results(HELD_OUT, without=tuple(PUBLISHED))
     ablation()
+    searches()
     results(EXPERIMENTS, without=tuple(PUBLISHED))
     speeds()
     phases = {}  # the last of each, on a machine that is meant for it

@@ -33,7 +33,8 @@ MUJOCO = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5",
 MUJOCO += ["Reacher-v5", "InvertedPendulum-v5", "InvertedDoublePendulum-v5"]
 # The settings of Huang et al., which ppo_continuous.py had as its defaults at first.
 CANONICAL = "--num-envs 1 --num-steps 2048 --gae-lambda 0.95 --no-recompute-advantages --norm-adv"
-CANONICAL += " --clip-vloss --log-std-init 0 --log-std-min -20 --checkpoint-interval 50"
+CANONICAL += " --clip-vloss --target-kl None --log-std-init 0 --log-std-min -20"
+CANONICAL += " --checkpoint-interval 50"
 FIVE, THREE = range(1, 6), range(1, 4)
 FRESH = range(11, 21)  # seeds that no choice of ppo_continuous.py's defaults has seen
 

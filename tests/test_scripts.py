@@ -40,16 +40,19 @@ def definitions(name: str) -> dict[str, str]:
 
 
 def test_results_are_on_file() -> None:
-    """Every mean return in the READMEs' tables is of as many rows of runs.csv, by their curves."""
+    """Every mean return in the READMEs' tables is of as many rows on file, by their curves."""
     returns, scores, shown = defaultdict(list), defaultdict(list), 0
     key = itemgetter("env_id", "script", "flags")
-    with (ROOT / "benchmark/results/curves.csv").open() as file:
-        for row in csv.DictReader(file):
-            returns[*key(row), row["seed"]] += int(row["episodes"]) * [float(row["return"])]
-    with (ROOT / "benchmark/results/runs.csv").open() as file:
-        for row in csv.DictReader(file):
-            scores[key(row)].append(statistics.mean(returns[*key(row), row["seed"]][-100:]))
-    filed = {(key[0], str(len(x)), f"{statistics.mean(x):.1f}") for key, x in scores.items()}
+    for when in ("", "-before-rewrite"):
+        with (ROOT / f"benchmark/results/curves{when}.csv").open() as file:
+            for row in csv.DictReader(file):
+                run = (when, *key(row))
+                returns[*run, row["seed"]] += int(row["episodes"]) * [float(row["return"])]
+        with (ROOT / f"benchmark/results/runs{when}.csv").open() as file:
+            for row in csv.DictReader(file):
+                run = (when, *key(row))
+                scores[run].append(statistics.mean(returns[*run, row["seed"]][-100:]))
+    filed = {(run[1], str(len(x)), f"{statistics.mean(x):.1f}") for run, x in scores.items()}
     for readme in (ROOT / "README.md", ROOT / "benchmark/README.md"):
         for line in readme.read_text().splitlines() if readme.exists() else []:
             cells = [cell.strip().strip("`") for cell in line.split("|")[1:-1]]

@@ -526,8 +526,10 @@ def test_ctrl_c_in_the_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
         return {}
 
     monkeypatch.setattr(script, "evaluate", interrupted)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job may ignore it
     with pytest.raises(KeyboardInterrupt):
         trained("ppo", eval_episodes=1)
+    signal.signal(signal.SIGINT, previous)
     assert not evaluated
     assert script.load_checkpoint(only_run())["iteration"] == 4
     with pytest.raises(SystemExit) as exit_:
