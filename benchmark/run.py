@@ -61,11 +61,13 @@ HELD_OUT = ["Pusher-v5", "HumanoidStandup-v5", "LunarLanderContinuous-v3", "Bipe
 HELD_OUT += ["Pendulum-v1"]
 HELD_OUT = [("ppo_continuous.py", task, FRESH[:5], compiled(task)) for task in HELD_OUT]
 LARGER = "--compile --num-envs 16 --num-minibatches 8 --update-epochs 10 --learning-rate 1e-3"
+SHORT = "--total-timesteps 200000"
 EXPERIMENTS = [
     ("ppo_atari.py", "ALE/Pong-v5", [1], "--num-threads 1 --total-timesteps 1200000"),
     ("ppo_atari.py", "ALE/Breakout-v5", THREE, "--num-threads 1 --total-timesteps 1200000"),
     ("ppo.py", "LunarLander-v3", FIVE, f"{LARGER} --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss"),
-    ("ppo.py", "CartPole-v1", THREE, "--total-timesteps 200000"),
+    ("ppo.py", "Acrobot-v1", FIVE, f"{LARGER} --no-clip-vloss --ent-coef 0 {SHORT}"),
+    ("ppo.py", "CartPole-v1", THREE, SHORT),
     ("ppo.py", "FrozenLake-v1", THREE, "--env-kwargs is_slippery False --total-timesteps 100000"),
     ("ppo.py", "Taxi-v4", THREE, "--num-envs 16 --learning-rate 1e-3"),
     ("ppo.py", "Taxi-v4", THREE, "--num-envs 16 --learning-rate 1e-3 --mask-actions"),
