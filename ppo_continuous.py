@@ -92,7 +92,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
-    target_kl: float | None = 0.02  # begin no further epoch after one with a larger mean KL
+    target_kl: float | None = 0.015  # begin no further epoch after one with a larger mean KL
 
 
 Array = Tensor | np.ndarray
