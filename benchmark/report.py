@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from provenance import provenance
-from run import ABLATED, CHANGES, EXPERIMENTS, FRESH, HELD_OUT, MAIN, compiled, read
+from run import ABLATED, CHANGES, EXPERIMENTS, FRESH, HELD_OUT, MAIN, MUJOCO, compiled, read
 from speed import label
 
 # Mean and standard deviation of the seeds. CleanRL: its documentation, 3 seeds, in training,
@@ -141,9 +141,9 @@ def searches() -> None:
     """Print what search.csv has, by flags and task: training (greedy) of each seed."""
     groups = defaultdict(lambda: defaultdict(list))
     for row in sorted(read("search.csv"), key=lambda row: row["seed"]):
-        cell = f"{float(row['score']):.0f} ({float(row['greedy']):.0f})"
+        cell = f"{float(row['score']):.4g} ({float(row['greedy']):.4g})"
         groups[row["flags"]][row["env_id"]].append(cell)
-    for tasks in (ABLATED, ["Acrobot-v1"]):
+    for tasks in (MUJOCO, ["Acrobot-v1"]):
         print(f"\n| flags | {' | '.join(tasks)} |\n|---|{'---|' * len(tasks)}")
         for flags, cells in groups.items():
             if cells.keys() & set(tasks):
