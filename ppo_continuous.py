@@ -155,7 +155,7 @@ class Staggered(RecordEpisodeStatistics):
 
 
 def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
-    """Make environments (detail 1): vectors to observe, actions around -1 .. 1, raw rewards.
+    """Make environments (detail 1): vectors to observe, the actions of `Agent`, raw rewards.
 
     One whose episode ends is reset in the same step; `info["final_obs"]` has its last observation.
     With a `video_folder`, `eval_episodes` episodes are recorded there. Raises `UsageError`.
