@@ -105,9 +105,9 @@ def draw_intervals() -> None:
         lambda x: np.array([function(x) for function in functions]),
         reps=RESAMPLES,
     )
-    for name in scores:
-        for kind, point, low, high in zip(kinds, points[name], *intervals[name], strict=True):
-            print(f"{name}, {kind}: {point:.2f} [{low:.2f}, {high:.2f}]")
+    found = zip(kinds, points["defaults"], *intervals["defaults"], strict=True)
+    for kind, point, low, high in found:
+        print(f"{kind}: {point:.2f} [{low:.2f}, {high:.2f}]")
     figure, _ = plot_utils.plot_interval_estimates(
         points,
         intervals,

@@ -38,6 +38,8 @@ PUBLISHED = {
     },
 }
 
+Run = tuple[str, str, Sequence[int], str]  # script, environment, seeds, flags
+
 # The rows of README.md, of the defaults, and Breakout's of three seeds.
 SHOWN = ["CartPole-v1", "Acrobot-v1", "LunarLander-v3", "HalfCheetah-v5", "Hopper-v5"]
 SHOWN += ["Walker2d-v5", "Ant-v5", "Humanoid-v5", "Swimmer-v5"]
@@ -81,9 +83,6 @@ def last_hundred(points: list[tuple[float, int]]) -> float:
 def median(rows: list[dict[str, str]], key: str) -> float:
     """The median of a column."""
     return statistics.median(float(row[key]) for row in rows)
-
-
-Run = tuple[str, str, Sequence[int], str]
 
 
 def rows_of(run: Run) -> list[dict[str, str]]:
