@@ -91,8 +91,8 @@ class Args:
     clip_vloss: bool = False  # clip how far a value moves from its old estimate, by clip_coef
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # clip the gradient to this norm
-    target_kl: float | None = 0.015  # begin no further epoch after one with a larger mean KL
+    max_grad_norm: float = 5.0  # clip the gradient to this norm
+    target_kl: float | None = 0.02  # begin no further epoch after one with a larger mean KL
 
 
 Array = Tensor | np.ndarray

@@ -36,7 +36,7 @@ RECIPES = {  # environment: script, flags, thresholds
     "HalfCheetah-v5": (
         "ppo_continuous.py",
         "--compile --no-anneal-lr --learning-rate 1e-3 --no-stagger --target-kl None "
-        "--total-timesteps 300000 --eval-episodes 0",
+        "--max-grad-norm 0.5 --total-timesteps 300000 --eval-episodes 0",
         [1500, 3000],
     ),
 }
