@@ -18,8 +18,8 @@ from typing import Annotated
 
 import tyro
 from provenance import provenance
-from run import CANONICAL, append
-from speed import ROOT, label, measure
+from run import CANONICAL, append, label
+from speed import ROOT, measure
 
 CASES = [  # environment, script, flags
     ("CartPole-v1", "ppo.py", "--total-timesteps 102400"),

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import tyro
 from provenance import provenance
-from run import append
-from speed import CASES, ROOT, label
+from run import append, label
+from speed import CASES, ROOT
 
 PHASES = ["environments", "act", "advantages", "update", "rest"]
 

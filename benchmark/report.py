@@ -1,15 +1,29 @@
-"""Print the tables of README.md and benchmark/README.md from benchmark/results.
+"""Write the tables of README.md and benchmark/README.md from benchmark/results.
 
-python benchmark/report.py
+    python benchmark/report.py
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; `TABLES` has the names.
 """
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
 from provenance import provenance
-from run import ABLATED, CHANGES, EXPERIMENTS, FRESH, HELD_OUT, MAIN, MUJOCO, compiled, read
-from speed import label
+from run import (
+    ABLATED,
+    CHANGES,
+    EXPERIMENTS,
+    FRESH,
+    HELD_OUT,
+    MAIN,
+    MUJOCO,
+    ROOT,
+    compiled,
+    label,
+    read,
+)
 
 # Mean and standard deviation of the seeds. CleanRL: its documentation, 3 seeds, in training,
 # MuJoCo's v4. Tianshou: its documentation, 10 seeds, greedy, the best evaluation within the first
@@ -43,6 +57,12 @@ Run = tuple[str, str, Sequence[int], str]  # script, environment, seeds, flags
 # The rows of README.md, of the defaults, and Breakout's of three seeds.
 SHOWN = ["CartPole-v1", "Acrobot-v1", "LunarLander-v3", "HalfCheetah-v5", "Hopper-v5"]
 SHOWN += ["Walker2d-v5", "Ant-v5", "Humanoid-v5", "Swimmer-v5"]
+SPEEDS = [  # environment, who, name in the table
+    ("CartPole-v1", "ppo.py", "CartPole-v1"),
+    ("HalfCheetah-v5", "ppo_continuous.py (canonical)", "HalfCheetah-v5"),
+    ("ALE/Breakout-v5", "ppo_atari.py", "ALE/Breakout-v5"),
+    ("ALE/Breakout-v5", "ppo_atari.py --bf16", "ALE/Breakout-v5, `--bf16`"),
+]
 WITHOUT_BF16 = "2 x Intel(R) Xeon(R) Processor"  # the one that phases.csv has lacks the units
 
 
@@ -93,12 +113,17 @@ def rows_of(run: Run) -> list[dict[str, str]]:
     return [row for row in rows if int(row["seed"]) in seeds]
 
 
-def results(runs: list[Run], without: tuple[str, ...] = ()) -> None:
-    """Print the table of some of the runs, with what others published for as many steps."""
+def table(columns: Sequence[str], rows: list[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def results(runs: list[Run], without: tuple[str, ...] = ()) -> str:
+    """The table of some of the runs, with what others published for as many steps."""
     columns = ["environment", "command", "steps", "seeds", "training", "lowest .. highest"]
     columns = [x for x in [*columns, "greedy", "minutes", "commit", *PUBLISHED] if x not in without]
-    points = curves()
-    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    points, lines = curves(), []
     for run in runs:
         script, env_id, _, flags = run
         rows = rows_of(run)
@@ -118,13 +143,13 @@ def results(runs: list[Run], without: tuple[str, ...] = ()) -> None:
             "commit": ", ".join(sorted({row["commit"][:7] + row["commit"][10:] for row in rows})),
         }
         cells |= published(env_id) if "timesteps" not in flags else dict.fromkeys(PUBLISHED, "")
-        print(f"| {' | '.join(cells[x] for x in columns)} |")
+        lines.append([cells[x] for x in columns])
+    return table(columns, lines)
 
 
-def ablation() -> None:
-    """Print what each change of a default does, training (greedy), on the same seeds."""
-    points = curves()
-    print(f"\n| defaults but for | {' | '.join(ABLATED)} |\n|---|{'---|' * len(ABLATED)}")
+def ablation() -> str:
+    """What each change of a default does, training (greedy), on the same seeds."""
+    points, lines = curves(), []
     for change in ["", *CHANGES]:
         cells = []
         for task in ABLATED:
@@ -133,37 +158,47 @@ def ablation() -> None:
             seeds = [points["ppo_continuous.py", task, flags, row["seed"]] for row in rows]
             training = mean_and_spread([last_hundred(x) for x in seeds])
             cells.append(f"{training} ({mean_and_spread([float(x['greedy']) for x in rows])})")
-        print(f"| {f'`{change}`' if change else 'nothing'} | {' | '.join(cells)} |")
+        lines.append([f"`{change}`" if change else "nothing", *cells])
+    return table(["defaults but for", *ABLATED], lines)
 
 
-def searches() -> None:
-    """Print what search.csv has, by flags and task: training (greedy) of each seed."""
+def searches(tasks: list[str]) -> str:
+    """What search.csv has, by flags and task: training (greedy) of each seed."""
     groups = defaultdict(lambda: defaultdict(list))
     for row in sorted(read("search.csv"), key=lambda row: row["seed"]):
         cell = f"{float(row['score']):.4g} ({float(row['greedy']):.4g})"
         groups[row["flags"]][row["env_id"]].append(cell)
-    for tasks in (MUJOCO, ["Acrobot-v1"]):
-        print(f"\n| flags | {' | '.join(tasks)} |\n|---|{'---|' * len(tasks)}")
-        for flags, cells in groups.items():
-            if cells.keys() & set(tasks):
-                row = [", ".join(cells[task]) or "-" for task in tasks]
-                print(f"| {f'`{flags}`' if flags else 'none'} | {' | '.join(row)} |")
+    lines = []
+    for flags, cells in groups.items():
+        if cells.keys() & set(tasks):
+            row = [", ".join(cells[task]) or "-" for task in tasks]
+            lines.append([f"`{flags}`" if flags else "none", *row])
+    return table(["flags", *tasks], lines)
 
 
-def speeds() -> None:
-    """Print the table of speed.csv: medians on each machine, and the largest peak of memory.
-
-    A ratio is the median of the rounds' own, as the machine's speed changes; then their range.
-    """
+def speed_rows() -> dict[tuple[str, str, str], list[dict[str, str]]]:
+    """The rows of speed.csv by machine, environment and who ran; a round's stand at one place."""
     groups = defaultdict(list)
     for row in read("speed.csv"):
         groups[row["machine"], row["env_id"], row["who"]].append(row)
+    return groups
+
+
+def ratios(rows: list[dict[str, str]], peer: list[dict[str, str]]) -> list[float]:
+    """How many times as fast as a peer, in each round, as the machine's speed changes."""
+    pairs = zip(rows, peer, strict=True)
+    return [float(a["steps_per_s"]) / float(b["steps_per_s"]) for a, b in pairs]
+
+
+def speeds() -> str:
+    """Medians of speed.csv, with the range of the ratios, and the largest peak of memory."""
+    groups = speed_rows()
     machines, env_ids, _ = (list(dict.fromkeys(x)) for x in zip(*groups, strict=True))
     columns = ["environment", "who"]
     for machine in machines:
         columns += [f"{machine}: steps/s", "ratio", "first iteration, s"]
     columns.append("peak, MiB")
-    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    lines = []
     cases = dict.fromkeys((env_id, who) for _, env_id, who in groups)
     for env_id, who in sorted(cases, key=lambda x: ("empty cache" in x[1], env_ids.index(x[0]))):
         cells, peaks = [env_id, f"`{who}`"], []
@@ -174,44 +209,79 @@ def speeds() -> None:
             rows = groups.get((machine, env_id, who), [])
             peer = groups.get((machine, env_id, "Stable-Baselines3"))
             cells.append(f"{median(rows, 'steps_per_s'):,.0f}" if rows else "-")
-            if rows and peer and comparable:  # the rows of a round stand at the same place
-                pairs = zip(rows, peer, strict=True)
-                ratios = [float(a["steps_per_s"]) / float(b["steps_per_s"]) for a, b in pairs]
-                cells.append(f"{statistics.median(ratios):.2f}")
+            if rows and peer and comparable:
+                found = ratios(rows, peer)
+                cells.append(f"{statistics.median(found):.2f}")
                 if rows is not peer:
-                    cells[-1] += f" ({min(ratios):.2f} .. {max(ratios):.2f})"
+                    cells[-1] += f" ({min(found):.2f} .. {max(found):.2f})"
             else:
                 cells.append("-")
             ours = rows and rows[0]["peak_mib"]
             cells.append(f"{median(rows, 'first_iteration_s'):.1f}" if ours else "-")
             peaks += [median(rows, "peak_mib")] if ours else []
         cells.append(f"{max(peaks):.0f}" if peaks else "-")
-        print(f"| {' | '.join(cells)} |")
+        lines.append(cells)
+    return table(columns, lines)
+
+
+def short_speeds() -> str:
+    """The medians of the ratios, on the machine with the latest rows."""
+    groups, lines = speed_rows(), []
+    machine = list(groups)[-1][0]
+    for env_id, who, name in SPEEDS:
+        peer = groups[machine, env_id, "Stable-Baselines3"]
+        both = [ratios(groups[machine, env_id, x], peer) for x in (who, f"{who} --compile")]
+        lines.append([name, *(f"{statistics.median(x):.1f}" for x in both)])
+    return table(["", "as it is", "`--compile`"], lines)
+
+
+def measured(rows: list[dict[str, str]]) -> str:
+    """The table of rows as they are, but for what `provenance` has."""
+    columns = [x for x in rows[0] if x not in provenance()]
+    return table(columns, [[row[x] for x in columns] for row in rows])
+
+
+def phases() -> str:
+    """The last of each row of phases.csv, on a machine that is meant for it."""
+    last = {}
+    for row in read("phases.csv"):
+        if "--bf16" not in row["who"] or row["machine"] != WITHOUT_BF16:
+            share = f"{float(row['alone']) / float(row['total']):.0%}"
+            who = {"who": f"`{row['who']}`", "of the ceiling": share}
+            last[row["env_id"], row["who"]] = row | who
+    return measured(list(last.values()))
+
+
+SHORT = [run for run in MAIN if run[1] in SHOWN]
+SHORT += [run for run in EXPERIMENTS if run[1] == "ALE/Breakout-v5"]
+TABLES = {
+    "short": lambda: results(SHORT, without=("lowest .. highest", "commit")),
+    "defaults": lambda: results(MAIN),
+    "held-out": lambda: results(HELD_OUT, without=tuple(PUBLISHED)),
+    "ablation": ablation,
+    "search": lambda: searches(MUJOCO),
+    "search-acrobot": lambda: searches(["Acrobot-v1"]),
+    "experiments": lambda: results(EXPERIMENTS, without=tuple(PUBLISHED)),
+    "speed": speeds,
+    "speed-short": short_speeds,
+    "phases": phases,
+}
+
+
+def renewed(text: str) -> str:
+    """The text with its tables made anew. Raises `KeyError` for one that isn't in `TABLES`."""
+    return re.sub(
+        r"(<!-- table: (\S+) -->\n).*?(?=<!-- end -->)",
+        lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n",
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def main() -> None:
-    """Print the tables, in Markdown."""
-    short = [run for run in MAIN if run[1] in SHOWN]
-    short += [run for run in EXPERIMENTS if run[1] == "ALE/Breakout-v5"]
-    results(short, without=("lowest .. highest", "commit"))
-    results(MAIN)
-    results(HELD_OUT, without=tuple(PUBLISHED))
-    ablation()
-    searches()
-    results(EXPERIMENTS, without=tuple(PUBLISHED))
-    speeds()
-    phases = {}  # the last of each, on a machine that is meant for it
-    for row in read("phases.csv"):
-        if "--bf16" not in row["who"] or row["machine"] != WITHOUT_BF16:
-            phases[row["env_id"], row["who"]] = row
-    phases = list(phases.values())
-    for row in phases:
-        row["of the ceiling"] = f"{float(row['alone']) / float(row['total']):.0%}"
-    for rows in (phases, read("scaling.csv")):
-        columns = [x for x in (rows[0] if rows else {}) if x not in provenance()]
-        print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-        for row in rows:
-            print(f"| {' | '.join(row[x] for x in columns)} |")
+    """Write the tables into both files."""
+    for path in (ROOT / "README.md", ROOT / "benchmark/README.md"):
+        path.write_text(renewed(path.read_text()))
 
 
 if __name__ == "__main__":

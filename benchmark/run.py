@@ -86,6 +86,11 @@ class Args:
     jobs: int = 1  # runs at once
 
 
+def label(script: str, flags: str) -> str:
+    """A script with flags, in short."""
+    return f"{script} {flags.replace(CANONICAL, '(canonical)')}".strip()
+
+
 def read(name: str) -> list[dict[str, str]]:
     """The rows of a results file, none if it doesn't exist."""
     path = RESULTS / name

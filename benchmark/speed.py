@@ -24,7 +24,7 @@ from typing import Literal
 import matplotlib.pyplot as plt
 import tyro
 from provenance import provenance
-from run import CANONICAL, RESULTS, append, read
+from run import CANONICAL, RESULTS, append, label, read
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,11 +80,6 @@ def measure(script: str, flags: str, processes: int = 1, scripts: Path = ROOT) -
         "first_iteration_s": round(iterations[0].step / iterations[0].value, 2),
         "peak_mib": round(usage.ru_maxrss / 1024),
     }
-
-
-def label(script: str, flags: str) -> str:
-    """A script with flags, in short."""
-    return f"{script} {flags.replace(CANONICAL, '(canonical)')}".strip()
 
 
 def compare(args: Args) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SCRIPTS, scalars
+from report import renewed
 
 ROOT = Path(__file__).resolve().parent.parent
 DIFFERENT = {"Args", "FIXED", "FlatEnv", "make_envs", "Agent"}  # by intent
@@ -62,6 +63,14 @@ def test_results_are_on_file() -> None:
                 assert (cells[0], cells[3], cells[4].split(" ±")[0]) in filed, line
                 shown += 1
     assert shown >= 8
+
+
+@pytest.mark.parametrize("name", ["README.md", "benchmark/README.md"])
+def test_tables_are_the_reports(name: str) -> None:
+    """The tables between markers are what benchmark/report.py makes of the files."""
+    text = (ROOT / name).read_text()
+    assert text.count("<!-- table: ") == text.count("<!-- end -->") > 0
+    assert renewed(text) == text
 
 
 def test_requirements() -> None:
