@@ -88,7 +88,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
-    target_kl: float | None = None  # begin no further epoch after one with a larger mean KL
+    target_kl: float | None = None  # end an update at this mean KL of an epoch, or 5 times it
 
 
 FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "repeat_action_probability"]
@@ -508,9 +508,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     next_obs, rewards[t], terminated, truncated, infos = envs.step(actions[t])
                     terminations[t], truncations[t] = terminated, truncated & ~terminated
                     global_step += args.num_envs
-                    if "final_obs" in infos:  # next_obs is already of the next episodes
-                        for i in np.flatnonzero(infos["_final_obs"]):
-                            final_obs[t, i] = infos["final_obs"][i]
+                    for i in np.flatnonzero(terminated | truncated):
+                        final_obs[t, i] = infos["final_obs"][i]  # next_obs is of the next episodes
                     if "episode" in infos:  # a return is nan if the episode was not whole
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
@@ -555,9 +554,12 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 for indices in b_indices.chunk(args.num_minibatches):
                     for name, x in compiled_update(agent, optimizer, batch, indices, args).items():
                         metrics[name].append(x.clone())  # the next CUDA graph overwrites x
+                    kls = metrics["losses/approx_kl"]
+                    if args.target_kl and gather(kls[-1][None]).max() > 5 * args.target_kl:
+                        break  # after tiny gradients, Adam's steps are large: end a collapse early
                 if args.target_kl is not None:
-                    kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
-                    if gather(kls).mean() > args.target_kl:
+                    recent_kls = gather(torch.stack(kls[-args.num_minibatches :]))
+                    if recent_kls.mean() > args.target_kl or recent_kls.max() > 5 * args.target_kl:
                         break
 
             # Log

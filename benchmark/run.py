@@ -34,14 +34,15 @@ MUJOCO += ["Reacher-v5", "InvertedPendulum-v5", "InvertedDoublePendulum-v5"]
 # The settings of Huang et al., which ppo_continuous.py had as its defaults at first.
 CANONICAL = "--num-envs 1 --num-steps 2048 --gae-lambda 0.95 --no-recompute-advantages --norm-adv"
 CANONICAL += " --clip-vloss --max-grad-norm 0.5 --target-kl None --log-std-init 0 --log-std-min -20"
-CANONICAL += " --checkpoint-interval 50"
+CANONICAL += " --learning-rate 3e-4 --checkpoint-interval 50"
 FIVE, THREE = range(1, 6), range(1, 4)
 FRESH = range(14, 24)  # no choice of ppo_continuous.py's defaults has seen these seeds
 
 
 def compiled(task: str) -> str:
     """The flags of a compiled run at the defaults; where episodes are short, it evaluates more."""
-    return "--compile --eval-episodes 100" if task in ("Reacher-v5", "Pusher-v5") else "--compile"
+    more = " --eval-episodes 100" if task in ("Reacher-v5", "Pusher-v5") else ""
+    return f"--compile --eval-checkpoints{more}"
 
 
 MAIN = [  # script, environment, seeds, further flags
@@ -50,6 +51,7 @@ MAIN = [  # script, environment, seeds, further flags
 ]
 # The defaults but for one.
 CHANGES = ["--no-stagger", "--target-kl None", "--max-grad-norm 0.5", "--checkpoint-interval 0"]
+CHANGES += ["--gae-lambda 0.95 --learning-rate 3e-4"]
 ABLATED = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Swimmer-v5"]
 ABLATION = [
     ("ppo_continuous.py", task, FRESH[:5], f"{compiled(task)} {change}")
@@ -144,9 +146,10 @@ def train(script: str, env_id: str, seed: int, flags: str) -> None:
             r"return (\S+) over the last (\d+) episodes; ([\d,]+) steps .*; (\S+)", done.stdout
         ).groups()
         key = {"script": script, "env_id": env_id, "flags": flags, "seed": seed}
-        greedy = re.search(r"greedy return (\S+), std (\S+), over", done.stdout).groups()
+        evaluations = re.findall(r"greedy return (\S+), std (\S+), over", done.stdout)
         row = {"score": score, "episodes": episodes, "steps": steps.replace(",", "")}
-        row |= dict(zip(("greedy", "greedy_std"), greedy, strict=True))
+        row |= dict(zip(("greedy", "greedy_std"), evaluations[-1], strict=True))
+        row["evaluations"] = " ".join(mean for mean, _ in evaluations)  # the last at the end
         path = "PYTHONPATH=benchmark " if "third_party" in env_id else ""
         row |= {"wall_clock_s": round(wall_clock, 1), "command": path + command}
         with LOCK:

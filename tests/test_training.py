@@ -387,13 +387,30 @@ def test_normalized_advantages() -> None:
     assert metrics["losses/policy_loss"] == pytest.approx((1.1 * 1 - 0.9 * 1) / 3)
 
 
-def test_target_kl_stops_epochs() -> None:
-    """A tiny target stops after the first of four epochs, a large one not at all."""
-    for target, updates in ((1e-9, 2 * 4), (10.0, 2 * 4 * 4)):
-        seen = []
-        with watching(ppo, lambda *args, seen=seen: seen.append(args)):
-            ppo.train(ppo.Args(eval_episodes=0, total_timesteps=1024, target_kl=target))
-        assert len(seen) == updates
+@pytest.mark.parametrize(
+    ("target", "kls", "updates"),
+    [
+        (None, [9.0] * 8, 8),
+        (0.01, [0.0, 0.02, 0.01, 0.01] * 2, 8),  # a mean of the target, not above
+        (0.01, [0.0, 0.02, 0.01, 0.02, 9.0, 9.0, 9.0, 9.0], 4),  # the first epoch is above
+        (0.01, [0.0, 0.02, 0.01, 0.01, 0.0, 0.06, 9.0, 9.0], 6),  # one is above five times that
+        (0.01, [0.06, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0], 1),
+    ],
+)
+def test_target_kl_stops_an_update(
+    target: float | None, kls: list[float], updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the mean of an epoch, and by a minibatch that is five times as far; in each iteration."""
+    seen, update = [], ppo.update
+
+    def with_these(*args: Any) -> dict[str, torch.Tensor]:
+        seen.append(args)
+        return update(*args) | {"losses/approx_kl": torch.tensor(kls[(len(seen) - 1) % updates])}
+
+    monkeypatch.setattr(ppo, "update", with_these)
+    sizes = {"num_minibatches": 4, "update_epochs": 2, "eval_episodes": 0}
+    ppo.train(ppo.Args(**sizes, total_timesteps=1024, target_kl=target))
+    assert len(seen) == 2 * updates
 
 
 def test_recompute_advantages() -> None:
