@@ -535,8 +535,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
             for epoch in range(args.update_epochs):
                 # Generalized advantage estimation (arXiv:1506.02438, (16); detail 5). The value
-                # after termination is 0, after truncation that of the true last observation. These
-                # and the values after the rollout are computed at once.
+                # after termination is 0, after truncation that of the true last observation.
                 if epoch == 0 or args.recompute_advantages:
                     last_obs = torch.from_numpy(np.concatenate([next_obs, final_obs[truncations]]))
                     with torch.no_grad():
