@@ -554,7 +554,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     for name, x in compiled_update(agent, optimizer, batch, indices, args).items():
                         metrics[name].append(x.clone())  # the next CUDA graph overwrites x
                     kls = metrics["losses/approx_kl"]
-                    if args.target_kl and gather(kls[-1][None]).max() > 5 * args.target_kl:
+                    if args.target_kl and max(gather(kls[-1][None]).tolist()) > 5 * args.target_kl:
                         break  # after tiny gradients, Adam's steps are large: end a collapse early
                 if args.target_kl is not None:
                     recent_kls = gather(torch.stack(kls[-args.num_minibatches :]))
