@@ -87,7 +87,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
-    target_kl: float | None = None  # end an update at this mean KL of an epoch, or 5 times it
+    target_kl: float | None = None  # end an update at this KL of an epoch, or 5x it of a minibatch
 
 
 Array = Tensor | np.ndarray

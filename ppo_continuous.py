@@ -92,7 +92,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 5.0  # clip the gradient to this norm
-    target_kl: float | None = 0.02  # end an update at this mean KL of an epoch, or 5 times it
+    target_kl: float | None = 0.02  # end an update at this KL of an epoch, or 5x it of a minibatch
 
 
 Array = Tensor | np.ndarray
