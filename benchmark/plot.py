@@ -3,9 +3,10 @@
     python benchmark/plot.py
     python benchmark/plot.py runs/NAME    # a run's debugging plots, to results/debugging.png
 
-benchmark/results/curves.png has, for each task, the mean training return over the seeds with a 95%
-bootstrap interval; benchmark/results/intervals.png the interquartile mean over the MuJoCo tasks,
-with a stratified bootstrap interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
+benchmark/results/curves.png has, for each task, the mean return of the last 100 training episodes,
+over the seeds, with a 95% bootstrap interval; benchmark/results/intervals.png the interquartile
+mean over the MuJoCo tasks, with a stratified bootstrap interval (rliable; Agarwal et al. 2021,
+arXiv:2108.13264).
 """
 
 import sys
@@ -14,12 +15,14 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from report import PUBLISHED, rows_of
+from report import PUBLISHED, best, last_hundred, rows_of
 from rliable import library, metrics, plot_utils
 from run import MAIN, MUJOCO, RESULTS, read
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 RESAMPLES = 2000
+CUT = 100 * 64 * 32  # steps from one scheduled checkpoint of ppo_continuous.py to the next
+LINES = {"CleanRL": "CleanRL, in training", "Tianshou": "Tianshou, greedy, best evaluation"}
 DEBUGGING = {
     "losses/explained_variance": "explained variance",
     "losses/entropy": "entropy",
@@ -33,30 +36,38 @@ DEBUGGING = {
 
 
 def curves() -> dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]:
-    """By task and flags: the steps, (50,), and the seeds' mean returns there, (seeds, 50)."""
-    points = defaultdict(lambda: defaultdict(list))
+    """By task and flags: the steps, (50,), and each seed's mean of its last 100 returns there.
+
+    These are (seeds, 50), nan where no episode has ended yet. Not the mean of each part alone, as
+    none but short episodes can end soon after a checkpoint.
+    """
+    points = defaultdict(lambda: defaultdict(dict))
     for row in read("curves.csv"):
         if row["script"].startswith("ppo"):
-            point = float(row["step"]), float(row["return"])
-            points[row["env_id"], row["flags"]][row["seed"]].append(point)
+            point = float(row["return"]), int(row["episodes"])
+            points[row["env_id"], row["flags"]][row["seed"]][float(row["step"])] = point
     result = {}
     for key, seeds in points.items():
-        last = max(step for seed in seeds.values() for step, _ in seed)
+        last = max(step for seed in seeds.values() for step in seed)
         steps = np.linspace(last / 50, last, 50)
-        # A part of the run in which no episode ended has no point: between others it is bridged.
-        ends = {"left": np.nan, "right": np.nan}
-        returns = [np.interp(steps, *zip(*seed, strict=True), **ends) for seed in seeds.values()]
-        result[key] = steps, np.array(returns)
+        returns = np.full((len(seeds), 50), np.nan)
+        for i, seed in enumerate(seeds.values()):
+            for j, step in enumerate(steps):
+                so_far = [point for when, point in seed.items() if when < step + 1]
+                if so_far:
+                    returns[i, j] = last_hundred(so_far)
+        result[key] = steps, returns
     return result
 
 
 def draw_curves() -> None:
-    """One small plot a task, the published figures as lines."""
-    everything = curves()
-    runs = [(task, flags) for _, task, _, flags in MAIN if (task, flags) in everything]
+    """One small plot a task, with the greedy evaluations as dots, published figures as lines."""
+    everything, legend = curves(), {}
+    runs = [run for run in MAIN if (run[1], run[3]) in everything]
     rows = -(-len(runs) // 4)
     figure, axes = plt.subplots(rows, 4, figsize=(12, 2.4 * rows), layout="constrained")
-    for axis, (task, flags) in zip(axes.flat, runs, strict=False):
+    for axis, run in zip(axes.flat, runs, strict=False):
+        _, task, _, flags = run
         steps, returns = everything[task, flags]
         np.random.seed(0)  # rliable draws from NumPy's global generator
         mean, interval = library.get_interval_estimates(
@@ -64,27 +75,32 @@ def draw_curves() -> None:
             lambda x: x.mean((0, 1)),
             reps=RESAMPLES,
         )
-        axis.plot(steps / 1e6, mean[task], color="tab:blue", label=f"ours, {len(returns)} seeds")
+        axis.plot(steps / 1e6, mean[task], color="tab:blue", label="ours, in training")
         axis.fill_between(steps / 1e6, *interval[task], alpha=0.25, linewidth=0)
+        greedy = np.mean([np.array(x["evaluations"].split(), float) for x in rows_of(run)], axis=0)
+        when = np.array([*(CUT * i for i in range(1, len(greedy))), steps[-1]])
+        axis.plot(when / 1e6, greedy, "o", color="tab:blue", markersize=4, label="ours, greedy")
         for style, (who, figures) in zip((":", "--"), PUBLISHED.items(), strict=True):
             if task in figures:
-                axis.axhline(figures[task][0], color="gray", linestyle=style, label=who)
-        axis.set_title(task, fontsize=10)
+                axis.axhline(figures[task][0], color="gray", linestyle=style, label=LINES[who])
+        axis.set_title(f"{task}, {len(returns)} seeds", fontsize=10)
         axis.tick_params(labelsize=8)
-        axis.legend(fontsize=7, loc="lower right", framealpha=0.6)
+        legend |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     for axis in axes.flat[len(runs) :]:
         axis.axis("off")
+    figure.legend(legend.values(), legend.keys(), loc="outside upper center", ncols=4, fontsize=9)
     figure.supxlabel("million steps", fontsize=10)
-    figure.supylabel("return in training", fontsize=10)
+    figure.supylabel("return", fontsize=10)
     figure.savefig(RESULTS / "curves.png", dpi=110)
 
 
 def draw_intervals() -> None:
-    """Median, interquartile mean and mean of what the defaults' greedy policies reach at the end.
+    """Median, interquartile mean and mean of what the defaults' greedy policies reach.
 
     0 is the mean return of the first episodes in training, 1 is Tianshou's figure.
     """
-    everything, columns = curves(), []
+    measures = {"at the end": lambda row: float(row["greedy"]), "best of five evaluations": best}
+    everything, columns = curves(), defaultdict(list)
     for run in MAIN:
         _, task, seeds, flags = run
         if task not in MUJOCO:
@@ -95,8 +111,9 @@ def draw_intervals() -> None:
             return
         low = np.mean([x[np.isfinite(x)][0] for x in everything[task, flags][1]])  # however late
         high = PUBLISHED["Tianshou"][task][0]
-        columns.append([(float(row["greedy"]) - low) / (high - low) for row in rows])
-    scores = {"defaults": np.array(columns).T}  # runs, tasks
+        for name, measure in measures.items():
+            columns[name].append([(measure(row) - low) / (high - low) for row in rows])
+    scores = {name: np.array(column).T for name, column in columns.items()}  # runs, tasks
     kinds = ["Median", "IQM", "Mean"]
     functions = [metrics.aggregate_median, metrics.aggregate_iqm, metrics.aggregate_mean]
     np.random.seed(0)  # rliable draws from NumPy's global generator
@@ -105,15 +122,15 @@ def draw_intervals() -> None:
         lambda x: np.array([function(x) for function in functions]),
         reps=RESAMPLES,
     )
-    found = zip(kinds, points["defaults"], *intervals["defaults"], strict=True)
-    for kind, point, low, high in found:
-        print(f"{kind}: {point:.2f} [{low:.2f}, {high:.2f}]")
+    for name in scores:
+        for kind, point, low, high in zip(kinds, points[name], *intervals[name], strict=True):
+            print(f"{name}, {kind}: {point:.2f} [{low:.2f}, {high:.2f}]")
     figure, _ = plot_utils.plot_interval_estimates(
         points,
         intervals,
         metric_names=kinds,
         algorithms=list(scores),
-        colors={"defaults": "tab:blue"},
+        colors=dict(zip(scores, ("tab:blue", "tab:green"), strict=True)),
         xlabel="greedy return of the defaults, in units of Tianshou's",
         xlabel_y_coordinate=-0.75,
     )
