@@ -102,9 +102,9 @@ def check(args: Args) -> None:
     """Raise `UsageError` for numbers that can't work."""
     positive = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"]
     bad = [x for x in [*positive, "clip_coef", "max_grad_norm"] if not getattr(args, x) > 0]
-    bad += [x for x in ("seed", "checkpoint_interval", "eval_episodes") if getattr(args, x) < 0]
+    natural = ["seed", "num_threads", "checkpoint_interval", "eval_episodes"]
+    bad += [x for x in natural if getattr(args, x) < 0]
     bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
-    bad += ["num_threads"] if not 0 <= args.num_threads <= os.cpu_count() else []
     if bad:
         raise UsageError(f"out of range: {', '.join(f'{x} {getattr(args, x)}' for x in bad)}")
     batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
@@ -352,8 +352,7 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
     try:  # before the training: is there such a device, and a compiler?
         torch.compile(torch.neg, disable=not args.compile)(torch.zeros(1, device=name)).cpu()
     except Exception as error:
-        why = f"{name}, or a C++ compiler to --compile, is missing: {str(error).splitlines()[0]}"
-        raise UsageError(why) from error
+        raise UsageError(f"no {name}, or no C++ compiler: {str(error).splitlines()[0]}") from error
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group(device_id=torch.device(name) if "cuda" in name else None)
         on_exit.callback(dist.destroy_process_group)
@@ -441,7 +440,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         local_num_envs, batch_size = args.num_envs // world_size, args.num_envs * args.num_steps
         num_iterations = args.total_timesteps // batch_size
         interval = args.checkpoint_interval or num_iterations
-        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+        time_and_process = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.getpid()}"
+        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time_and_process}"
         folder = Path(args.resume or f"runs/{run_name.replace('/', '-').replace(':', '-')}")
         checkpoint = {"iteration": 0, "last_returns": []}
         if args.resume:

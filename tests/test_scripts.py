@@ -199,7 +199,7 @@ ERRORS = [
     ("ppo", "--env-id LunarLander-v3 --env-kwargs gravity 5", "gravity"),
     ("ppo", "--env-id probe_envs:Unusable-v0 --env-kwargs kind dict", "actions Dict"),
     ("ppo", "--learning-rate nan", "learning_rate nan"),
-    ("ppo", "--num-threads 100000", "num_threads 100000"),
+    ("ppo", "--num-threads -1", "num_threads -1"),
     ("ppo", "--device meta", "meta"),
     ("ppo", "--env-id :", "cannot make :"),
     ("ppo", "--env-id ALE/Pong-v5", "ppo_atari.py"),
