@@ -81,10 +81,10 @@ class Args:
     num_steps: int = 32  # steps of each environment in a rollout
     num_minibatches: int = 32  # minibatches that a rollout is split into
     update_epochs: int = 10  # passes over a rollout
-    learning_rate: float = 4e-4  # Adam's step size
+    learning_rate: float = 5e-4  # Adam's step size
     anneal_lr: bool = True  # let the learning rate fall to 0 linearly; otherwise it is constant
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.97  # lambda of generalized advantage estimation
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     recompute_advantages: bool = True  # recompute values and advantages at each epoch
     norm_adv: bool = False  # normalize the advantages of each minibatch
     clip_coef: float = 0.2  # clip the probability ratio to 1 - clip_coef .. 1 + clip_coef
