@@ -81,7 +81,7 @@ class Args:
     num_steps: int = 32  # steps of each environment in a rollout
     num_minibatches: int = 32  # minibatches that a rollout is split into
     update_epochs: int = 10  # passes over a rollout
-    learning_rate: float = 5e-4  # Adam's step size
+    learning_rate: float = 4e-4  # Adam's step size
     anneal_lr: bool = True  # let the learning rate fall to 0 linearly; otherwise it is constant
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
