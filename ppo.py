@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -60,7 +60,7 @@ class Args:
     torch_deterministic: bool = True  # on a GPU, choose deterministic convolutions
     num_threads: int = 1  # CPU threads of PyTorch, 0: its own choice; 1 is fastest for an MLP
     compile: bool = False  # compile the gradient steps: seconds to start with, faster then
-    vectorization: Literal["sync", "async"] = "sync"  # environments in this process or one each
+    vectorization: Literal["sync", "async", "envpool", "native"] = "sync"  # async: a process each
     mask_actions: bool = False  # never choose an action that info["action_mask"] has a 0 for
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project there
@@ -139,6 +139,54 @@ class FlatEnv(gym.Wrapper):
         return self.flatten(obs, info), reward, terminated, truncated, {}
 
 
+class FastEnvs(gym.vector.VectorWrapper):
+    """EnvPool's environments, or gymnasium's CartPole on arrays, with resets in the same step.
+
+    EnvPool takes a failure at its limit of steps for a truncation, so the limit is kept here.
+    """
+
+    metadata: ClassVar = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+
+    def __init__(self, args: Args, num_envs: int) -> None:
+        self.is_native = args.vectorization == "native"
+        limit = gym.spec(args.env_id).max_episode_steps or 10**9
+        self.limit = args.env_kwargs.get("max_episode_steps", limit)
+        kwargs = args.env_kwargs | {"num_envs": num_envs, "max_episode_steps": 10**9}
+        if self.is_native:
+            envs = gym.make_vec(args.env_id, vectorization_mode="vector_entry_point", **kwargs)
+        else:
+            try:
+                import envpool
+            except ImportError as error:
+                raise UsageError("--vectorization envpool: pip install envpool") from error
+            seeds = np.random.randint(2**31, size=num_envs).tolist()  # its reset takes none
+            envs = envpool.make_gymnasium(args.env_id, seed=seeds, **kwargs)
+        super().__init__(envs)
+        self.action_space = gym.vector.utils.batch_space(envs.single_action_space, num_envs)
+        shape = envs.single_observation_space.shape
+        self.single_observation_space = Box(-np.inf, np.inf, shape, np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.steps = np.zeros(self.num_envs, int)
+        obs, _ = self.env.reset(seed=seed) if self.is_native else self.env.reset()
+        return obs.astype(np.float32), {}
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, Any, Any, Any, dict[str, Any]]:
+        obs, rewards, terminations, _, _ = self.env.step(actions)
+        obs, infos, self.steps = obs.astype(np.float32), {}, self.steps + 1
+        truncations = self.steps >= self.limit
+        dones = terminations | truncations
+        if dones.any():
+            infos["final_obs"], self.steps[dones] = obs.copy(), 0
+            if self.is_native:  # its reset is of all environments
+                env = self.env
+                env.state[:, dones] = env.np_random.uniform(env.low, env.high, (4, dones.sum()))
+                obs[dones], env.prev_done[dones] = env.state.T[dones], False
+            else:
+                obs[dones], _ = self.env.reset(options={"reset_mask": dones})
+        return obs, rewards, terminations, truncations, infos
+
+
 def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
     """Make environments (detail 1): vectors to observe, the actions of `Agent`, raw rewards.
 
@@ -160,7 +208,13 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
         return FlatEnv(env, args.mask_actions)
 
     try:
-        envs = gym.make_vec(args.env_id, num_envs, args.vectorization, options, [wrap], **kwargs)
+        if args.vectorization in ("envpool", "native") and not video_folder:
+            if args.mask_actions:
+                raise UsageError("masks need --vectorization sync or async")
+            envs = FastEnvs(args, num_envs)
+        else:
+            mode = "async" if args.vectorization == "async" else "sync"
+            envs = gym.make_vec(args.env_id, num_envs, mode, options, [wrap], **kwargs)
         if args.mask_actions:
             envs.reset()  # fails here if there are no masks
     except Exception as error:

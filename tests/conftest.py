@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 SCRIPTS = ["ppo", "ppo_continuous", "ppo_atari"]
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
+NEEDS_ENVPOOL = pytest.mark.skipif(not find_spec("envpool"), reason="needs pip install envpool")
 # A run of each script that takes a moment.
 SHORT = {
     "ppo": {"env_id": "CartPole-v1", "total_timesteps": 2048},

@@ -18,7 +18,7 @@ import probe_envs
 import pytest
 import resume
 import torch
-from conftest import SCRIPTS, SHORT, scalars, watching
+from conftest import NEEDS_ENVPOOL, SCRIPTS, SHORT, scalars, watching
 from moviepy import VideoFileClip
 from moviepy.video.io import ImageSequenceClip
 
@@ -115,6 +115,8 @@ def crashed(name: str, iterations: int, **kwargs: Any) -> tuple[Path, dict[str, 
         # Its reset keeps something of the episodes before.
         ("ppo_continuous", 5, {"env_id": "BipedalWalker-v3"}),
         ("ppo", 3, {"vectorization": "async"}),
+        ("ppo", 3, {"env_id": "CartPole-v1", "vectorization": "native"}),
+        pytest.param("ppo_continuous", 3, {"vectorization": "envpool"}, marks=NEEDS_ENVPOOL),
         ("ppo", 3, {"env_id": "probe_envs:Drawn-v0", "eval_episodes": 2}),
         ("ppo_continuous", 3, {"squash": True, "state_std": True}),
     ],

@@ -1,0 +1,218 @@
+"""Environments of EnvPool and gymnasium's CartPole on arrays, against gymnasium's single ones."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from conftest import NEEDS_ENVPOOL, scalars
+
+import ppo
+import ppo_continuous
+
+SOURCES = ["native", pytest.param("envpool", marks=NEEDS_ENVPOOL)]
+ROOT = Path(ppo.__file__).parent
+
+
+def fast_envs(envs: Any) -> Any:
+    """The `FastEnvs` below the wrappers."""
+    while not isinstance(envs, (ppo.FastEnvs, ppo_continuous.FastEnvs)):
+        envs = envs.env
+    return envs
+
+
+@pytest.mark.parametrize("limit", [None, 10])
+@pytest.mark.parametrize("source", SOURCES)
+def test_like_single_environments(source: str, limit: int | None) -> None:
+    """Each step is that of gymnasium's CartPole in the same state, and so are the ends.
+
+    Poles that always are pushed one way fall in the 8th to 11th step: with a limit of 10 steps,
+    some fall before it, some at it, some are cut. The reset follows within the step.
+    """
+    envs = ppo.make_envs(ppo.Args(vectorization=source), 32)
+    if limit:
+        fast_envs(envs).limit = limit
+    single = gym.make("CartPole-v1").unwrapped
+    obs, _ = envs.reset(seed=1)
+    lengths, kinds, ended = np.zeros(32, int), set(), 0
+    rng = np.random.default_rng(0)
+    for t in range(1200):
+        actions = np.ones(32, int) if limit else rng.integers(2, size=32)
+        after, rewards, terminated, truncated, infos = envs.step(actions)
+        lengths += 1
+        assert after.dtype == np.float32
+        for i in range(32):
+            single.reset()
+            single.state, single.steps_beyond_terminated = obs[i].astype(float), None
+            expected, reward, failed, _, _ = single.step(int(actions[i]))
+            cut = lengths[i] == (limit or 500)
+            near = np.abs(np.abs(expected[[0, 2]]) - [2.4, 12 * np.pi / 180]).min() < 1e-5
+            assert near or terminated[i] == failed
+            assert truncated[i] == cut
+            assert rewards[i] == reward
+            kinds.add((bool(terminated[i]), bool(truncated[i])))
+            if terminated[i] or truncated[i]:
+                assert infos["final_obs"][i] == pytest.approx(expected, abs=1e-5)
+                assert np.abs(after[i]).max() <= 0.05
+                assert infos["_episode"][i]
+                assert infos["episode"]["r"][i] == infos["episode"]["l"][i] == lengths[i]
+                lengths[i], ended = 0, ended + 1
+            else:
+                assert after[i] == pytest.approx(expected, abs=1e-5)
+                assert "_episode" not in infos or not infos["_episode"][i]
+        obs = after
+        if t > 60 and limit:
+            break
+    at_the_limit = {(True, True), (False, True)} if limit else set()
+    assert kinds == {(False, False), (True, False)} | at_the_limit
+    assert ended > 100
+    envs.close()
+
+
+def test_native_limit() -> None:
+    """A pole that is balanced by a rule stands until the limit of 500 steps, and is cut."""
+    envs = ppo.make_envs(ppo.Args(vectorization="native"), 4)
+    obs, _ = envs.reset(seed=1)
+    for t in range(1, 1001):
+        obs, _, terminated, truncated, infos = envs.step((obs[:, 2] + obs[:, 3] > 0).astype(int))
+        assert not terminated.any()
+        assert truncated.tolist() == [t % 500 == 0] * 4
+        if t % 500 == 0:
+            assert infos["episode"]["l"].tolist() == [500] * 4
+    envs.close()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_seeds(source: str) -> None:
+    """The same seed gives the same run, bit for bit, another one another; no two copies agree."""
+
+    def observed(seed: int) -> np.ndarray:
+        env_seed = ppo.seed_everything(seed)
+        envs = ppo.make_envs(ppo.Args(vectorization=source), 8)
+        steps = [envs.reset(seed=env_seed)[0]]
+        for t in range(100):
+            steps.append(envs.step(np.full(8, t % 2))[0].copy())
+        envs.close()
+        return np.array(steps)
+
+    first = observed(1)
+    assert np.array_equal(first, observed(1))
+    others = np.concatenate([first[0], observed(2)[0]])
+    assert len(np.unique(others[:, 0])) == 16
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_episode_counts(source: str) -> None:
+    """Episodes follow one another without a gap: each step belongs to one, which is reported."""
+    flags = {"env_id": "CartPole-v1", "num_envs": 8, "num_steps": 64, "total_timesteps": 1024}
+    ppo.train(ppo.Args(**flags, vectorization=source, eval_episodes=0))
+    lengths = scalars("charts/episodic_length")
+    assert lengths == scalars("charts/episodic_return")
+    assert len(lengths) > 20
+    assert 1024 - 8 * 64 < sum(length for _, length in lengths) <= 1024
+
+
+@NEEDS_ENVPOOL
+def test_out_of_lockstep() -> None:
+    """First episodes end all over Pendulum's 200 steps, unreported; then each takes 200."""
+    envs = ppo_continuous.make_envs(
+        ppo_continuous.Args(env_id="Pendulum-v1", vectorization="envpool"), 64
+    )
+    ppo_continuous.seed_everything(1)
+    envs.reset()
+    ends, reported = [[] for _ in range(64)], []
+    for t in range(1, 601):
+        _, _, terminated, truncated, infos = envs.step(np.zeros((64, 1)))
+        assert not terminated.any()
+        for i in np.flatnonzero(truncated):
+            ends[i].append(t)
+            if not np.isnan(infos["episode"]["r"][i]):
+                reported.append(infos["episode"]["l"][i])
+    firsts = [x[0] for x in ends]
+    assert all(np.diff(x).tolist() == [200, 200] for x in ends)
+    assert len(set(firsts)) > 40
+    assert 0 < min(firsts) <= 20
+    assert 180 < max(firsts) <= 200
+    assert set(reported) == {200}
+    assert len(reported) == 128 + firsts.count(200)
+    envs.close()
+
+
+@NEEDS_ENVPOOL
+@pytest.mark.parametrize(
+    ("env_id", "hidden"),
+    [
+        ("HalfCheetah-v5", 1),
+        ("Hopper-v5", 1),
+        ("Walker2d-v5", 1),
+        ("Ant-v5", 2),
+        ("Humanoid-v5", 2),
+        ("Swimmer-v5", 2),
+        ("InvertedPendulum-v5", 0),
+    ],
+)
+def test_mujoco_is_gymnasiums(env_id: str, hidden: int) -> None:
+    """From the same state, five steps of EnvPool's observe and pay what gymnasium's do.
+
+    An observation begins with the positions but for `hidden` ones, which don't matter, and the
+    velocities.
+    """
+    ppo_continuous.seed_everything(1)  # EnvPool's seeds
+    args = ppo_continuous.Args(env_id=env_id, vectorization="envpool")
+    envs, single = ppo_continuous.make_envs(args, 1), gym.make(env_id)
+    obs, _ = envs.reset()
+    single.reset()
+    model = single.unwrapped.model
+    state = obs[0].astype(float)
+    positions = np.concatenate([np.zeros(hidden), state[: model.nq - hidden]])
+    single.unwrapped.set_state(positions, state[model.nq - hidden :][: model.nv])
+    rng = np.random.default_rng(0)
+    low, high = single.action_space.low, single.action_space.high
+    for _ in range(5):
+        action = rng.uniform(-0.1, 0.1, len(low))  # so small that nothing falls
+        obs, reward, terminated, truncated, _ = envs.step(action[None])
+        expected = single.step((low + high) / 2 + (high - low) / 2 * action)
+        assert obs[0] == pytest.approx(expected[0], rel=1e-3, abs=1e-3)
+        assert reward[0] == pytest.approx(expected[1], rel=1e-3, abs=1e-3)
+        assert (terminated[0], truncated[0]) == expected[2:4]
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--vectorization", "native", "--env-id", "Acrobot-v1"], "vector entry point"),
+        (["--vectorization", "native", "--mask-actions"], "masks need --vectorization sync"),
+        (["--vectorization", "envpool", "--env-id", "CartPole-v1"], "pip install envpool"),
+        pytest.param(
+            ["--vectorization", "envpool", "--env-id", "Taxi-v4"],
+            "not supported",
+            marks=NEEDS_ENVPOOL,
+        ),
+    ],
+)
+def test_sources_that_lack_it(flags: list[str], problem: str, tmp_path: Path) -> None:
+    """An environment that a source lacks, or a source that isn't installed, ends in a sentence."""
+    if "pip" in problem:
+        (tmp_path / "envpool.py").write_text("raise ImportError('not installed')")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "ppo.py"), *flags],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_video(source: str) -> None:
+    """Videos are of gymnasium's single environment."""
+    flags = {"total_timesteps": 512, "eval_episodes": 1, "capture_video": True}
+    ppo.train(ppo.Args(**flags, vectorization=source))
+    assert len(list(Path("runs").rglob("*.mp4"))) == 1
