@@ -25,6 +25,9 @@ SHORT = {
     },
     "ppo_atari": {"total_timesteps": 256, "num_envs": 2, "num_steps": 64, "num_threads": 1},
 }
+# Of each variant, the script that it varies.
+VARIANTS = {"ppo_recurrent": "ppo", "ppo_continuous_recurrent": "ppo_continuous"}
+SHORT |= {name: SHORT[base] | {"sequence_length": 8} for name, base in VARIANTS.items()}
 SHORT = {name: args | {"eval_episodes": 0} for name, args in SHORT.items()}
 
 

@@ -353,5 +353,49 @@ class Talks(Probe):
         return *rest, infos[kind] | {"moves": np.arange(kind), "episode": 2}
 
 
-for probe in [Probe, *Probe.__subclasses__()]:
+class Remembered(Probe):
+    """Which action is right at the fourth step is shown at the first one alone."""
+
+    length, right = 4, 1.0
+
+    def observe(self) -> np.ndarray:
+        """The state, at first."""
+        return np.array([self.state if self.steps == 0 else 0], np.float32)
+
+    def pays(self) -> bool:
+        """Whether it is the step that counts; `right` is what decides there."""
+        self.right = self.state
+        return self.steps == 3
+
+    def reward(self, action: Any) -> float:
+        """1 for the right action, or minus the squared distance from the best."""
+        if not self.pays():
+            return 0.0
+        if isinstance(self.action_space, Box):
+            return -float((action[0] - 0.5 * self.right) ** 2)
+        return float((action == 1) == (self.right == 1))
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Go on to the next step."""
+        reward, self.steps = self.reward(action), self.steps + 1
+        return self.observe(), reward, self.steps == self.length, False, {}
+
+
+class Leaking(Remembered):
+    """Which action is right at the first step was shown at the last one of the episode before."""
+
+    length = 2
+
+    def observe(self) -> np.ndarray:
+        """The state, at last."""
+        return np.array([self.state if self.steps == 1 else 0], np.float32)
+
+    def pays(self) -> bool:
+        """The first step counts; the second one shows what does next."""
+        if self.steps == 1:
+            self.right = self.state
+        return self.steps == 0
+
+
+for probe in [Leaking, Probe, *Probe.__subclasses__()]:
     gym.register(f"{probe.__name__}-v0", probe)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import resume
 import torch
-from conftest import NEEDS_GPU, SCRIPTS, SHORT, scalars
+from conftest import NEEDS_GPU, SCRIPTS, SHORT, VARIANTS, scalars
 from test_survival import MODULES, command, crashed, go_on, only_run, refusal, trained
 
 ROOT = Path(__file__).parent.parent
@@ -210,7 +210,7 @@ def started_job(code: str, *arguments: Any, processes: int = 2) -> Iterator[subp
     Path("job.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     command += ["--standalone", "job.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/variants"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, *map(str, arguments)], env=environment, **pipes) as job:
         try:
@@ -226,7 +226,7 @@ def torchrun(code: str, *arguments: Any) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(job.args, job.returncode, stdout, stderr)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *VARIANTS])
 def test_job(name: str, folder: Path) -> None:
     """Two processes keep the same weights at every step, on samples of their own, and go on.
 

@@ -18,12 +18,12 @@ import probe_envs
 import pytest
 import resume
 import torch
-from conftest import NEEDS_ENVPOOL, SCRIPTS, SHORT, scalars, watching
+from conftest import NEEDS_ENVPOOL, SCRIPTS, SHORT, VARIANTS, scalars, watching
 from moviepy import VideoFileClip
 from moviepy.video.io import ImageSequenceClip
 
 ROOT = Path(__file__).parent.parent
-MODULES = {name: __import__(name) for name in SCRIPTS}
+MODULES = {name: __import__(name) for name in [*SCRIPTS, *VARIANTS]}
 # Runs of 6 to 16 iterations, with a checkpoint after every second one.
 RUNS = {
     "ppo": {"env_id": "LunarLander-v3", "num_envs": 2, "total_timesteps": 4096},
@@ -32,6 +32,7 @@ RUNS = {
 }
 RUNS["ppo_continuous"] |= {"num_minibatches": 4, "eval_episodes": 2}
 RUNS["ppo_atari"] |= {"total_timesteps": 384, "eval_episodes": 0}
+RUNS |= {name: RUNS[base] for name, base in VARIANTS.items()}
 RUNS = {name: SHORT[name] | args | {"checkpoint_interval": 2} for name, args in RUNS.items()}
 
 
@@ -119,6 +120,7 @@ def crashed(name: str, iterations: int, **kwargs: Any) -> tuple[Path, dict[str, 
         pytest.param("ppo_continuous", 3, {"vectorization": "envpool"}, marks=NEEDS_ENVPOOL),
         ("ppo", 3, {"env_id": "probe_envs:Drawn-v0", "eval_episodes": 2}),
         ("ppo_continuous", 3, {"squash": True, "state_std": True}),
+        *((name, 3, {}) for name in VARIANTS),
     ],
 )
 def test_resumed_is_uninterrupted(name: str, iteration: int, flags: dict, folder: Path) -> None:

@@ -1,0 +1,273 @@
+"""The variants: little differs from the script that each varies, and a memory does what it should.
+
+That a resumed run is the uninterrupted one, and that processes share the work, is tested with the
+scripts.
+"""
+
+import difflib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ppo_continuous_recurrent
+import ppo_recurrent
+import pytest
+import torch
+from conftest import SHORT, VARIANTS, kept_batches, scalars, watching
+from probe_envs import Scripted
+from test_advantages import GAMMA, LAMBDA, brute_force
+
+ROOT = Path(__file__).parent.parent
+RECURRENT = [ppo_recurrent, ppo_continuous_recurrent]
+
+
+def remembered(agent: Any, obs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """The GRU's equations (arXiv:1406.1078, in PyTorch's form) for one observation and state."""
+    if hasattr(agent, "obs_statistics"):
+        obs = agent.normalize(obs, agent.obs_statistics.mean, agent.obs_statistics.var)
+    gru = agent.gru
+    from_obs = gru.weight_ih_l0 @ obs + gru.bias_ih_l0
+    from_state = gru.weight_hh_l0 @ state + gru.bias_hh_l0
+    (r, z, n), (hr, hz, hn) = from_obs.chunk(3), from_state.chunk(3)
+    reset, keep = (r + hr).sigmoid(), (z + hz).sigmoid()
+    return torch.cat([(1 - keep) * (n + reset * hn).tanh() + keep * state, obs])
+
+
+def made(script: Any, **flags: Any) -> Any:
+    """An agent whose GRU has biases."""
+    args = script.Args(**SHORT[script.__name__] | flags)
+    envs = script.make_envs(args, 2)
+    torch.manual_seed(1)
+    agent = script.Agent(envs, args)
+    envs.close()
+    torch.nn.init.normal_(agent.gru.bias_ih_l0)
+    torch.nn.init.normal_(agent.gru.bias_hh_l0)
+    return agent
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_difference(name: str) -> None:
+    """At most 140 lines come or go."""
+    paths = ROOT / f"{VARIANTS[name]}.py", ROOT / "variants" / f"{name}.py"
+    lines = difflib.unified_diff(*(path.read_text().splitlines() for path in paths), n=0)
+    changed = [line for line in lines if line[0] in "+-" and line[:3] not in ("---", "+++")]
+    assert 0 < len(changed) <= 140
+
+
+@pytest.mark.parametrize("script", RECURRENT)
+def test_features(script: Any) -> None:
+    """Pieces of an episode or several give what the equations give, step by step."""
+    agent = made(script)
+    size = agent.gru.input_size
+    obs, states = torch.randn(11, size), torch.randn(11, 64)
+    is_first = torch.zeros(11, dtype=torch.bool)
+    is_first[[0, 4, 5, 9]] = True
+    expected, state = [], None
+    for t in range(11):
+        expected.append(remembered(agent, obs[t], states[t] if is_first[t] else state))
+        state = expected[-1][:64]
+    features = agent.get_features(obs, states, is_first)
+    torch.testing.assert_close(features, torch.stack(expected))
+    torch.testing.assert_close(agent.get_states(features), torch.stack(expected)[:, :64])
+    alone = torch.stack([remembered(agent, *pair) for pair in zip(obs, states, strict=True)])
+    torch.testing.assert_close(agent.get_features(obs, states), alone)
+
+
+@pytest.mark.parametrize("script", RECURRENT)
+def test_gradient_is_of_the_episodes_apart(script: Any) -> None:
+    """The gradient of a rollout with ends is the sum of the gradients of its episodes alone."""
+    agent = made(script)
+    obs, weights = torch.randn(12, agent.gru.input_size), torch.randn(12)
+    starts, parameters = [0, 3, 8, 12], [*agent.gru.parameters(), *agent.critic.parameters()]
+    is_first = torch.zeros(12, dtype=torch.bool)
+    is_first[starts[:-1]] = True
+    values = agent.get_value(agent.get_features(obs, torch.zeros(12, 64), is_first))
+    together = torch.autograd.grad((weights * values).sum(), parameters)
+    apart = [torch.zeros_like(x) for x in parameters]
+    for start, end in itertools.pairwise(starts):
+        state, loss = torch.zeros(64), 0.0
+        for t in range(start, end):
+            features = remembered(agent, obs[t], state)
+            state = features[:64]
+            loss = loss + weights[t] * agent.get_value(features[None])[0]
+        for x, gradient in zip(apart, torch.autograd.grad(loss, parameters), strict=True):
+            x += gradient
+    torch.testing.assert_close(together, tuple(apart))
+
+
+@pytest.mark.parametrize("script", RECURRENT)
+def test_ratio_is_one_at_first(script: Any) -> None:
+    """Before an iteration's first step, the minibatch's log-probabilities are the rollout's.
+
+    Each minibatch is of whole sequences, in which the steps follow one another.
+    """
+    seen, latest = [], [None]
+
+    def see(agent: Any, batch: Any, indices: torch.Tensor) -> None:
+        sequences = indices.view(-1, 16)
+        assert (sequences[:, :1] % 16 == 0).all()
+        assert (sequences.diff(dim=1) == 1).all()
+        assert batch.is_first[sequences[:, 0]].all()
+        if batch is latest[0]:
+            return
+        latest[0] = batch
+        x = script.Batch(*(x[indices] for x in batch))
+        features = agent.get_features(x.obs, x.states, x.is_first)
+        logprobs, _, values = agent.evaluate_actions(features, x.actions)
+        torch.testing.assert_close(logprobs, x.logprobs)
+        torch.testing.assert_close(values, x.values)
+        seen.append(int(batch.is_first.sum()))
+
+    flags = {"sequence_length": 16, "recompute_advantages": False}
+    with watching(script, see):
+        script.train(script.Args(**SHORT[script.__name__] | flags))
+    assert len(seen) == 4
+    if script is ppo_recurrent:
+        assert max(seen) > 512 / 16  # episodes begin within sequences, too
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("script", RECURRENT)
+def test_advantages(script: Any, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advantages against the sum, with the state of each step; after a cut, its last observation's.
+
+    Each sequence begins with the state that the rollout had there.
+    """
+    patterns, scaled, compared = ["----", "--t-c", "c--b-t", "tcb"], [], []
+    num_envs, num_steps, length, latest = 4, 16, 8, [None]
+    scale_rewards = script.Agent.scale_rewards
+
+    def keep(agent: Any, *rest: Any) -> np.ndarray:
+        scaled.append(scale_rewards(agent, *rest).copy())
+        return scaled[-1]
+
+    def see(agent: Any, batch: Any, indices: torch.Tensor) -> None:
+        if batch is latest[0]:
+            return
+        latest[0] = batch
+        start, epoch = num_steps * (len(scaled) - 1), len(compared) % 2
+        states = batch.states.view(num_envs, num_steps, -1)
+        for i, steps in enumerate(Scripted.played):
+            values, next_values, ended, over, state = [], [], [], True, None
+            for t, (obs, _, next_obs, terminated, truncated) in enumerate(steps[start:]):
+                if over and (t > 0 or start == 0):
+                    assert (states[i, t] == 0).all()
+                elif t > 0 and (recompute is False or epoch == 0):
+                    torch.testing.assert_close(states[i, t], state)
+                if over or t % length == 0:
+                    state = states[i, t]
+                with torch.no_grad():
+                    features = remembered(agent, torch.as_tensor(obs), state)
+                    state = features[: agent.hidden_size]
+                    after = remembered(agent, torch.as_tensor(next_obs), state)
+                    both = agent.get_value(torch.stack([features, after]))
+                values.append(both[0].double().numpy())
+                next_values.append(both[1].double().numpy())
+                over = terminated or truncated
+                ended.append((terminated, over))
+                if t % length == length - 1 and t + 1 < num_steps and not over:
+                    next_values[-1] = None  # of the next sequence, from its own state
+            for t in range(num_steps - 1):
+                if next_values[t] is None:
+                    next_values[t] = values[t + 1]
+            terminations, dones = np.array(ended).T
+            arrays = scaled[-1][:, i], np.array(values), np.array(next_values)
+            expected = brute_force(*arrays, terminations, dones)
+            got = batch.advantages.view(num_envs, num_steps)[i]
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(batch.returns, batch.advantages + batch.values)
+        compared.append(epoch)
+
+    Scripted.played.clear()
+    monkeypatch.setattr(script.Agent, "scale_rewards", keep)
+    continuous = script is ppo_continuous_recurrent
+    sizes = {"num_envs": num_envs, "num_steps": num_steps, "sequence_length": length}
+    flags = {
+        "env_id": "probe_envs:Scripted-v0",
+        "env_kwargs": {"patterns": ",".join(patterns), "continuous": continuous},
+        "total_timesteps": 3 * num_envs * num_steps,
+        "num_minibatches": 2,
+        "update_epochs": 2,
+        "learning_rate": 0.01,
+        "checkpoint_interval": 0,
+        "eval_episodes": 0,
+        "gamma": GAMMA,
+        "gae_lambda": LAMBDA,
+        "recompute_advantages": recompute,
+    }
+    flags |= {"target_kl": None, "stagger": False} if continuous else {}
+    with watching(script, see):
+        script.train(script.Args(**flags | sizes))
+    assert len(compared) == (6 if recompute else 3)
+
+
+PROBE = {"num_minibatches": 4, "update_epochs": 4, "num_envs": 4, "num_steps": 128}
+PROBE |= {"total_timesteps": 40_960, "learning_rate": 3e-3, "eval_episodes": 20}
+
+
+def test_memory_pays() -> None:
+    """What was seen three steps before is used, in training and in the evaluation."""
+    args = ppo_recurrent.Args(env_id="probe_envs:Remembered-v0", **PROBE)
+    assert ppo_recurrent.train(args) > 0.95
+    assert scalars("eval/return")[-1][1] == 1
+
+
+def test_memory_pays_in_continuous_control() -> None:
+    """As above; without a memory, the best is -0.25."""
+    kwargs = {"env_kwargs": {"continuous": True}, "stagger": False}
+    args = ppo_continuous_recurrent.Args(env_id="probe_envs:Remembered-v0", **PROBE, **kwargs)
+    ppo_continuous_recurrent.train(args)
+    assert scalars("eval/return")[-1][1] > -0.02
+
+
+def test_nothing_leaks() -> None:
+    """What the episode before showed would pay, but is forgotten; a guess is right half the time.
+
+    An agent that keeps its state beyond an episode's end reaches 1 here.
+    """
+    args = ppo_recurrent.Args(env_id="probe_envs:Leaking-v0", **PROBE)
+    assert 0.3 < ppo_recurrent.train(args) < 0.7
+    assert scalars("eval/return")[-1][1] < 0.9
+
+
+@pytest.mark.parametrize(
+    ("script", "env_id", "hidden"),
+    [
+        (ppo_recurrent, "CartPole-v1", [1, 3]),
+        (ppo_recurrent, "LunarLander-v3", [2, 3, 5]),
+        (ppo_continuous_recurrent, "Pendulum-v1", [2]),
+    ],
+)
+def test_mask_velocity(script: Any, env_id: str, hidden: list[int]) -> None:
+    """Velocities are 0 in all that is learned from, and nothing else is."""
+    flags = {"env_id": env_id, "mask_velocity": True, "total_timesteps": 2048}
+    with kept_batches(script) as batches:
+        script.train(script.Args(**SHORT[script.__name__] | flags))
+    spread = torch.cat([batch.obs for batch in batches]).var(0)
+    assert [i for i, x in enumerate(spread) if x == 0] == hidden
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"env_id": "Acrobot-v1", "mask_velocity": True}, "mask_velocity is for CartPole-v1"),
+        ({"mask_velocity": True, "vectorization": "native"}, "masks need --vectorization sync"),
+        ({"sequence_length": 48}, "num_steps into sequences"),
+        ({"sequence_length": 0}, "sequence_length 0"),
+    ],
+)
+def test_bad_input(flags: dict[str, Any], problem: str) -> None:
+    """One sentence."""
+    with pytest.raises(ppo_recurrent.UsageError, match=problem):
+        ppo_recurrent.train(ppo_recurrent.Args(**SHORT["ppo_recurrent"] | flags))
+
+
+@pytest.mark.parametrize("script", RECURRENT)
+def test_compiled(script: Any, train_agent: Callable) -> None:
+    """Compiled, the weights become the same, but for rounding."""
+    flags = SHORT[script.__name__] | {"total_timesteps": 1024, "update_epochs": 1}
+    agents = [train_agent(script, **flags, compile=x)[0] for x in (False, True)]
+    for x, y in zip(*(agent.parameters() for agent in agents), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,829 @@
+# /// script
+# requires-python = "==3.11.*"
+# dependencies = ["torch==2.13.0", "moviepy==2.2.1", "mujoco==3.10.0", "ale-py==0.12.1",
+#     "gymnasium[box2d,classic-control,mujoco]==1.4.0", "numpy==2.4.6", "tensorboard==2.21.0",
+#     "tqdm==4.70.1", "tyro==1.0.17"]
+# ///
+"""Proximal Policy Optimization (PPO, arXiv:1707.06347) with a memory, in a single file.
+
+ppo_continuous.py with a GRU, for what isn't seen in one observation; `diff` the two.
+Actions: Box, with bounds. Observations: whatever flattens to a vector, normalized.
+
+    python ppo_continuous_recurrent.py --env-id Pendulum-v1 --mask-velocity
+    python ppo_continuous_recurrent.py --resume runs/NAME  # go on with a stopped or killed run
+    python ppo_continuous_recurrent.py --evaluate runs/NAME --capture-video
+    torchrun --nproc-per-node=2 ppo_continuous_recurrent.py  # the same algorithm in two processes
+
+"Detail n": see "The 37 Implementation Details of Proximal Policy Optimization", Huang et al. 2022.
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict, namedtuple
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from functools import reduce
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from gymnasium.spaces import Box
+from gymnasium.wrappers.vector import RecordEpisodeStatistics, TransformAction
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch import Tensor, nn
+from torch.optim import Adam
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    """Train PPO on continuous actions."""
+
+    env_id: str = "HalfCheetah-v5"  # id of the environment; module:Name-v0 imports module first
+    env_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)  # name value ...
+    total_timesteps: int = 1_000_000  # environment steps, all together; rounded down to rollouts
+    seed: int = 1  # seeds the environments, the network, the sampling and the shuffling
+    exp_name: str = Path(__file__).stem  # part of the run folder's name
+    device: str = "cpu"  # cpu, cuda, cuda:N, mps, auto; an MLP is faster on cpu, a CNN on a GPU
+    torch_deterministic: bool = True  # on a GPU, choose deterministic convolutions
+    num_threads: int = 1  # CPU threads of PyTorch, 0: its own choice; 1 is fastest for an MLP
+    compile: bool = False  # compile the gradient steps: seconds to start with, faster then
+    vectorization: Literal["sync", "async", "envpool", "native"] = "sync"  # async: a process each
+    squash: bool = False  # bound actions by tanh, with the density to match, instead of clipping
+    state_std: bool = False  # let the policy's standard deviation depend on the state
+    log_std_init: float = -0.5  # logarithm of the standard deviation at first
+    log_std_min: float = -2.0  # no rollout begins below: with little noise, learning is brittle
+    stagger: bool = True  # begin first episodes at a random step of the time limit, unreported
+    track: bool = False  # mirror the scalars to Weights & Biases
+    wandb_project_name: str = "ppo"  # project there
+    hidden_size: int = 64  # of the GRU
+    mask_velocity: bool = False  # hide the velocities of the environments in VELOCITIES
+
+    checkpoint_interval: int = 100  # iterations between checkpoints, which cut episodes; 0: at end
+    eval_episodes: int = 10  # greedy episodes to evaluate, after the training or with --evaluate
+    eval_checkpoints: bool = False  # evaluate at every checkpoint, too: a greedy learning curve
+    capture_video: bool = False  # record those episodes in the run's folder
+    resume: str | None = None  # go on with the run in this folder; other flags may change it
+    evaluate: str | None = None  # train nothing, evaluate the run in this folder
+
+    num_envs: int = 64  # environments stepped side by side, in all processes of torchrun
+    num_steps: int = 32  # steps of each environment in a rollout
+    sequence_length: int = 32  # steps to backpropagate through; divides num_steps
+    num_minibatches: int = 32  # minibatches that a rollout is split into
+    update_epochs: int = 10  # passes over a rollout
+    learning_rate: float = 4e-4  # Adam's step size
+    anneal_lr: bool = True  # let the learning rate fall to 0 linearly; otherwise it is constant
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    recompute_advantages: bool = True  # recompute values and advantages at each epoch
+    norm_adv: bool = False  # normalize the advantages of each minibatch
+    clip_coef: float = 0.2  # clip the probability ratio to 1 - clip_coef .. 1 + clip_coef
+    clip_vloss: bool = False  # clip how far a value moves from its old estimate, by clip_coef
+    ent_coef: float = 0.0  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 5.0  # clip the gradient to this norm
+    target_kl: float | None = 0.02  # end an update at this KL of an epoch, or 5x it of a minibatch
+
+
+Array = Tensor | np.ndarray
+FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "squash", "state_std"]  # in a resumed run
+FIXED += ["hidden_size", "mask_velocity"]
+
+# Which observations are velocities.
+VELOCITIES = {"CartPole-v1": [1, 3], "Pendulum-v1": [2], "LunarLander-v3": [2, 3, 5]}
+
+
+class UsageError(Exception):
+    """A mistake that the user can put right; the message says how, and the exit status is 2."""
+
+
+def check(args: Args) -> None:
+    """Raise `UsageError` for numbers that can't work."""
+    positive = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"]
+    positive += ["sequence_length", "hidden_size"]
+    bad = [x for x in [*positive, "clip_coef", "max_grad_norm"] if not getattr(args, x) > 0]
+    natural = ["seed", "num_threads", "checkpoint_interval", "eval_episodes"]
+    bad += [x for x in natural if getattr(args, x) < 0]
+    bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
+    if args.mask_velocity and args.env_id not in VELOCITIES:
+        raise UsageError(f"mask_velocity is for {', '.join(VELOCITIES)}")
+    if bad:
+        raise UsageError(f"out of range: {', '.join(f'{x} {getattr(args, x)}' for x in bad)}")
+    batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
+    parts = args.num_minibatches * world_size * args.sequence_length
+    if batch_size % parts or args.num_steps % args.sequence_length or args.num_envs % world_size:
+        need = f"num_minibatches * {world_size} processes * sequence_length = {parts} equal parts"
+        need += ", num_steps into sequences"
+        need += f", num_envs into {world_size}"
+        raise UsageError(f"num_envs * num_steps = {batch_size} must divide into {need}")
+    if args.total_timesteps < batch_size:
+        raise UsageError(f"total_timesteps is less than num_envs * num_steps = {batch_size}")
+
+
+class FlatEnv(gym.Wrapper):
+    """Observe float32 vectors; drop info, which is slow to batch."""
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        self.space = env.observation_space
+        size = gym.spaces.flatdim(self.space)
+        self.observation_space = Box(-np.inf, np.inf, (size,), np.float32)
+
+    def flatten(self, obs: Any) -> np.ndarray:
+        return gym.spaces.flatten(self.space, obs).astype(np.float32)  # a copy: env may reuse it
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        obs, _ = self.env.reset(**kwargs)
+        return self.flatten(obs), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        return self.flatten(obs), reward, terminated, truncated, {}
+
+
+class FastEnvs(gym.vector.VectorWrapper):
+    """EnvPool's environments, or gymnasium's CartPole on arrays, with resets in the same step.
+
+    EnvPool takes a failure at its limit of steps for a truncation, so the limit is kept here.
+    """
+
+    metadata: ClassVar = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+
+    def __init__(self, args: Args, num_envs: int) -> None:
+        self.is_native = args.vectorization == "native"
+        limit = gym.spec(args.env_id).max_episode_steps or 10**9
+        self.limit = args.env_kwargs.get("max_episode_steps", limit)
+        kwargs = args.env_kwargs | {"num_envs": num_envs, "max_episode_steps": 10**9}
+        if self.is_native:
+            envs = gym.make_vec(args.env_id, vectorization_mode="vector_entry_point", **kwargs)
+        else:
+            try:
+                import envpool
+            except ImportError as error:
+                raise UsageError("--vectorization envpool: pip install envpool") from error
+            seeds = np.random.randint(2**31, size=num_envs).tolist()  # its reset takes none
+            envs = envpool.make_gymnasium(args.env_id, seed=seeds, **kwargs)
+        super().__init__(envs)
+        self.action_space = gym.vector.utils.batch_space(envs.single_action_space, num_envs)
+        shape = envs.single_observation_space.shape
+        self.single_observation_space = Box(-np.inf, np.inf, shape, np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.steps = np.zeros(self.num_envs, int)
+        obs, _ = self.env.reset(seed=seed) if self.is_native else self.env.reset()
+        return obs.astype(np.float32), {}
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, Any, Any, Any, dict[str, Any]]:
+        obs, rewards, terminations, _, _ = self.env.step(actions)
+        obs, infos, self.steps = obs.astype(np.float32), {}, self.steps + 1
+        truncations = self.steps >= self.limit
+        dones = terminations | truncations
+        if dones.any():
+            infos["final_obs"], self.steps[dones] = obs.copy(), 0
+            if self.is_native:  # its reset is of all environments
+                env = self.env
+                env.state[:, dones] = env.np_random.uniform(env.low, env.high, (4, dones.sum()))
+                obs[dones], env.prev_done[dones] = env.state.T[dones], False
+            else:
+                obs[dones], _ = self.env.reset(options={"reset_mask": dones})
+        return obs, rewards, terminations, truncations, infos
+
+
+class Staggered(RecordEpisodeStatistics):
+    """First episodes begin at a random step of the limit, out of lockstep; their return is nan."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        obs, infos = super().reset(**kwargs)
+        if isinstance(self.env, FastEnvs):
+            steps = self.env.steps = np.random.randint(self.env.limit, size=self.num_envs)
+        else:
+            steps = np.random.randint([x.max_episode_steps or 1 for x in self.env.get_attr("spec")])
+            self.env.set_attr("_elapsed_steps", steps.tolist())  # of gymnasium's TimeLimit
+        self.episode_returns[steps > 0] = np.nan
+        return obs, infos
+
+
+def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
+    """Make environments (detail 1): vectors to observe, the actions of `Agent`, raw rewards.
+
+    One whose episode ends is reset in the same step; `info["final_obs"]` has its last observation.
+    With a `video_folder`, `eval_episodes` episodes are recorded there. Raises `UsageError`.
+    """
+    if "ALE/" in args.env_id:
+        raise UsageError(f"{args.env_id} is a game for ppo_atari.py")
+    kwargs = args.env_kwargs | ({"render_mode": "rgb_array"} if video_folder else {})
+    # Without copies, the next step overwrites an observation.
+    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
+
+    def wrap(env: gym.Env) -> gym.Env:
+        if args.vectorization == "async" and multiprocessing.current_process().daemon:  # a worker
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it, too: train handles it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if video_folder:
+            env = gym.wrappers.RecordVideo(env, str(video_folder), lambda i: i < args.eval_episodes)
+        if args.mask_velocity:
+            visible = np.ones(env.observation_space.shape, np.float32)
+            visible[VELOCITIES[args.env_id]] = 0
+            space = env.observation_space
+            env = gym.wrappers.TransformObservation(env, lambda obs: obs * visible, space)
+        return FlatEnv(env)
+
+    try:
+        if args.vectorization in ("envpool", "native") and not video_folder:
+            if args.mask_velocity:
+                raise UsageError("masks need --vectorization sync or async")
+            envs = FastEnvs(args, num_envs)
+        else:
+            mode = "async" if args.vectorization == "async" else "sync"
+            envs = gym.make_vec(args.env_id, num_envs, mode, options, [wrap], **kwargs)
+    except Exception as error:
+        raise UsageError(f"cannot make {args.env_id}, {kwargs}: {error!r}") from error
+    # The policy's -1 .. 1 is mapped to low .. high; what is beyond is clipped (detail 27).
+    space, shape = envs.single_action_space, envs.action_space.shape
+    usable = isinstance(space, Box) and space.dtype.kind == "f"
+    if not usable or np.abs([space.low, space.high]).max() > 1e9:
+        raise UsageError(f"actions {space} have no float bounds: wrap {args.env_id}, or use ppo.py")
+    low, high = space.low, space.high
+
+    def to_bounds(actions: np.ndarray) -> np.ndarray:
+        actions = np.tanh(actions) if args.squash else actions
+        actions = (low + high) / 2 + (high - low) / 2 * actions.reshape(shape)
+        return np.minimum(np.maximum(actions, low), high).astype(space.dtype)
+
+    envs = Staggered(envs) if args.stagger and num_envs > 1 else RecordEpisodeStatistics(envs)
+    unbounded = Box(-np.inf, np.inf, (low.size,))
+    return TransformAction(envs, to_bounds, single_action_space=unbounded)
+
+
+def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear | nn.Conv2d:
+    """Give the layer orthogonal weights of gain `std` and zero biases (detail 2); return it."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def in_numpy(layer: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
+    """The layer or network on arrays, until its weights change: with few rows, a speed-up."""
+    kind = None if layer._forward_hooks or layer._forward_pre_hooks else type(layer)
+    if kind is nn.Sequential:
+        functions = [in_numpy(x) for x in layer]
+        return lambda x: reduce(lambda output, function: function(output), functions, x)
+    if kind is nn.Linear and layer.bias is not None:
+        weight, bias = layer.weight.numpy(force=True).T, layer.bias.numpy(force=True)
+        return lambda x: x @ weight + bias
+    if kind is nn.Tanh:
+        return np.tanh
+    device = next((x.device for x in layer.state_dict().values()), "cpu")
+    return lambda x: layer(torch.as_tensor(x, device=device)).numpy(force=True)  # by PyTorch
+
+
+def gather(x: Tensor) -> Tensor:
+    """The tensors of all processes that torchrun started, one after another."""
+    if not dist.is_initialized():
+        return x
+    gathered = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, x.contiguous())
+    return torch.cat(gathered)
+
+
+class RunningStatistics(nn.Module):
+    """Mean and variance, per element, of all the samples that it was updated with."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def update(self, samples: Tensor) -> None:
+        """Take in (B, *shape) samples of all processes (Chan et al. 1979, equation 1.5)."""
+        samples = gather(samples)
+        var, mean = torch.var_mean(samples, 0, correction=0)
+        self.count += len(samples)
+        share, delta = len(samples) / self.count, mean - self.mean
+        self.mean += share * delta
+        self.var += share * (var - self.var + (1 - share) * delta.square())
+
+
+class Agent(nn.Module):
+    """Separate actor and critic (details 13, 26). Only parameters and buffers are saved."""
+
+    def __init__(self, envs: gym.vector.VectorEnv, args: Args) -> None:
+        super().__init__()
+        obs_size = envs.single_observation_space.shape[0]
+        self.num_actions = envs.single_action_space.shape[0]
+        self.squash, self.state_std = args.squash, args.state_std
+        self.gru, self.hidden_size = nn.GRU(obs_size, args.hidden_size), args.hidden_size
+        for name, x in self.gru.named_parameters():
+            nn.init.zeros_(x) if "bias" in name else nn.init.orthogonal_(x)
+        size = args.hidden_size + obs_size  # actor and critic see both
+        self.actor = nn.Sequential(
+            layer_init(nn.Linear(size, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, self.num_actions * (1 + args.state_std)), std=0.01),
+        )
+        self.critic = nn.Sequential(
+            layer_init(nn.Linear(size, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 1), std=1.0),
+        )
+        self.log_std = nn.Parameter(torch.full((self.num_actions,), float(args.log_std_init)))
+        self.log_std_min = min(args.log_std_min, args.log_std_init)  # a lower start lowers it
+        self.obs_statistics = RunningStatistics(obs_size)
+        self.return_statistics = RunningStatistics()
+        self.discounted_returns = np.zeros(envs.num_envs, np.float32)  # not saved: 0 after a cut
+
+    def normalize(self, obs: Array, mean: Array, var: Array) -> Array:
+        """Observations as deviations from the mean, clipped (details 28, 29); arrays or tensors."""
+        return ((obs - mean) / (var + 1e-8) ** 0.5).clip(-10, 10)
+
+    @torch.compiler.disable  # sizes vary with the pieces
+    def get_features(self, obs: Tensor, states: Tensor, is_first: Tensor | None = None) -> Tensor:
+        """What actor and critic see, (B, hidden_size + obs_size): the GRU's states and `obs`.
+
+        `obs`, (B, obs_size), are pieces of episodes, one after the other; each begins where
+        `is_first`, (B,), is true, with the row there of `states`, (B, hidden_size): 0 at the start
+        of an episode. Without it, each observation is a piece. A piece is a row of one padded call.
+        """
+        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.var)
+        if is_first is None:
+            return torch.cat([self.gru(obs[None], states[None])[0][0], obs], -1)
+        firsts = is_first.nonzero().squeeze(-1)
+        piece = is_first.cumsum(0) - 1
+        position = torch.arange(len(obs), device=obs.device) - firsts[piece]
+        padded = obs.new_zeros(int(position.max()) + 1, len(firsts), obs.shape[-1])
+        padded[position, piece] = obs
+        hidden, _ = self.gru(padded, states[None, firsts])
+        return torch.cat([hidden[position, piece], obs], -1)
+
+    def get_states(self, features: Tensor) -> Tensor:
+        """The GRU's states after the observations, which are its output, (B, hidden_size)."""
+        return features[:, : self.hidden_size]
+
+    def get_mean_and_log_std(self, output: Array, log_std: Array) -> tuple[Array, Array]:
+        """From the actor's output, (B, num_actions); without state_std, log_std has no B."""
+        if not self.state_std:
+            return output, log_std  # detail 24
+        mean, change = output[:, : self.num_actions], output[:, self.num_actions :]
+        return mean, (log_std + change).clip(self.log_std_min)
+
+    def get_distribution(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and logarithm of the standard deviation of the actions, as above."""
+        return self.get_mean_and_log_std(self.actor(obs), self.log_std)
+
+    def get_action(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+        """The policy's means, (B, num_actions); with noise, a sample of it (detail 23)."""
+        mean, log_std = self.get_distribution(obs)
+        return mean + noise * log_std.exp()
+
+    def make_act(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+        """`get_action` on arrays, made anew for each rollout, which checks that both agree."""
+        actor, log_std = in_numpy(self.actor), self.log_std.numpy(force=True)
+
+        def act(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+            mean, action_log_std = self.get_mean_and_log_std(actor(obs), log_std)
+            return mean + noise * np.exp(action_log_std)
+
+        return act
+
+    def sample_noise(self, *shape: int) -> Tensor:
+        """Standard Gaussian noise, (*shape, num_actions)."""
+        return torch.randn(*shape, self.num_actions)
+
+    def get_value(self, obs: Tensor) -> Tensor:
+        """Estimated values, (B,)."""
+        return self.critic(obs).squeeze(-1)
+
+    def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and entropies, summed over actions (detail 25), and values, (B,)."""
+        mean, log_std = self.get_distribution(obs)
+        std = log_std.exp()
+        log_scale = (log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+        logprob = -0.5 * ((actions - mean) / std).square().sum(-1) - log_scale
+        entropy = (log_scale + 0.5 * self.num_actions).expand_as(logprob)
+        if self.squash:  # log p(tanh x) = log p(x) - log_slope, which cancels in the ratio
+            x = mean + std * torch.randn_like(mean)
+            log_slope = 2 * (math.log(2) - x - nn.functional.softplus(-2 * x))
+            entropy = entropy + log_slope.sum(-1)
+        return logprob, entropy, self.get_value(obs)
+
+    def scale_rewards(self, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
+        """Hook: the rewards to learn from, (num_steps, num_envs). Here, divided by the deviation of
+        the discounted return, which restarts with each episode, and clipped (details 30, 31).
+        """
+        returns = np.zeros_like(rewards)
+        for t in range(len(rewards)):
+            returns[t] = self.discounted_returns = gamma * self.discounted_returns + rewards[t]
+            self.discounted_returns = self.discounted_returns * ~dones[t]
+        self.return_statistics.update(torch.as_tensor(returns.ravel()).to(self.log_std.device))
+        return (rewards / math.sqrt(self.return_statistics.var + 1e-8)).clip(-10, 10)
+
+    @torch.no_grad()
+    def finish_iteration(self, obs: Tensor, features: Tensor) -> dict[str, float]:
+        """Adapt to observations that were learned from; return scalars to log: here, the std.
+
+        Only now, so that the policy stays the same throughout a rollout and its update.
+        """
+        self.log_std.clamp_(self.log_std_min)
+        std = gather(self.get_distribution(features)[1].exp()).mean().item()
+        self.obs_statistics.update(obs)
+        return {"charts/policy_std": std}
+
+
+Batch = namedtuple("Batch", "obs states is_first actions logprobs advantages returns values")
+
+
+def update(agent: Agent, optimizer: Adam, batch: Batch, indices: Tensor, args: Args) -> dict:
+    """Take a gradient step on the minibatch of these indices; return means to log, by name."""
+    minibatch = Batch(*(x.index_select(0, indices) for x in batch))
+    features = agent.get_features(minibatch.obs, minibatch.states, minibatch.is_first)
+    logprobs, entropy, values = agent.evaluate_actions(features, minibatch.actions)
+    logratio = logprobs - minibatch.logprobs
+    ratio = logratio.exp()
+
+    # Policy loss (detail 8)
+    advantages = minibatch.advantages
+    if args.norm_adv:  # detail 7
+        std, mean = torch.std_mean(gather(advantages))
+        advantages = (advantages - mean) / (std + 1e-8)
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio)
+
+    # Value loss
+    value_loss = 0.5 * (values - minibatch.returns).square()
+    if args.clip_vloss:  # detail 9
+        change = (values - minibatch.values).clamp(-args.clip_coef, args.clip_coef)
+        clipped_loss = 0.5 * (minibatch.values + change - minibatch.returns).square()
+        value_loss = torch.max(value_loss, clipped_loss)
+
+    loss = (policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy).mean()  # detail 10
+    with torch.no_grad():  # detail 12; both KL estimates: http://joschu.net/blog/kl-approx.html
+        metrics = {
+            "losses/policy_loss": policy_loss.mean(),
+            "losses/value_loss": value_loss.mean(),
+            "losses/entropy": entropy.mean(),
+            "losses/old_approx_kl": (-logratio).mean(),
+            "losses/approx_kl": (ratio - 1 - logratio).mean(),
+            "losses/clipfrac": (ratio != clipped_ratio).float().mean(),
+        }
+
+    # The gradient as one vector: few operations, one message between processes; 0 where unused.
+    parameters = [x for g in optimizer.param_groups for x in g["params"] if x.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    gradient = gather(torch.cat([x.flatten() for x in gradients])[None]).mean(0)
+    metrics["losses/grad_norm"] = norm = gradient.norm()
+    gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # detail 11
+    for x, part in zip(parameters, gradient.split([x.numel() for x in parameters]), strict=True):
+        x.grad = part.view_as(x)
+    optimizer.step()
+    return metrics
+
+
+def seed_everything(seed: int, *key: int) -> int:
+    """Seed all generators by seed and key; return a seed for environments."""
+    seed, env_seed = np.random.SeedSequence(seed, spawn_key=key).generate_state(2).tolist()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return env_seed // 4  # environment i adds i, which must stay below 2**31
+
+
+def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
+    """Set PyTorch up until `on_exit` closes; return the device. Raises `UsageError`."""
+    on_exit.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(args.num_threads or torch.get_num_threads())
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    name = args.device
+    if name == "auto":
+        name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:  # before the training: is there such a device, and a compiler?
+        torch.compile(torch.neg, disable=not args.compile)(torch.zeros(1, device=name)).cpu()
+    except Exception as error:
+        raise UsageError(f"no {name}, or no C++ compiler: {str(error).splitlines()[0]}") from error
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group(device_id=torch.device(name) if "cuda" in name else None)
+        on_exit.callback(dist.destroy_process_group)
+    on_exit.callback(torch.compiler.reset)  # before the line above: NCCL waits for CUDA graphs
+    return torch.device(name)
+
+
+def catch_signals(on_exit: ExitStack) -> list[int]:
+    """Note the first SIGINT or SIGTERM in the list, until `on_exit` closes; a second one kills."""
+    signals = []
+
+    def handle(number: int, frame: Any) -> None:
+        if signals and not dist.is_torchelastic_launched():  # torchrun sends a second one itself
+            os._exit(128 + number)
+        signals.append(number)
+
+    if threading.current_thread() is threading.main_thread():  # others can't handle signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous = signal.signal(number, handle)
+            on_exit.callback(signal.signal, number, previous)
+    return signals
+
+
+def log(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
+    """Write scalars as one event: a sixth of the time that `add_scalar` takes for each."""
+    values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
+    writer.file_writer.add_summary(Summary(value=values), step)
+
+
+def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
+    """Mirror what is written for TensorBoard to Weights & Biases, until `on_exit` closes."""
+    try:
+        import wandb
+
+        run = {"project": args.wandb_project_name, "id": folder.name, "resume": "allow"}
+        wandb.init(**run, config=asdict(args), sync_tensorboard=True)
+    except Exception as error:
+        raise UsageError(f"--track: pip install wandb, and wandb login ({error})") from error
+    on_exit.callback(wandb.finish)
+
+
+def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict[str, Any]:
+    """Return the checkpoint of the run in this folder, its "args" as `Args`; load the agent's."""
+    path = Path(folder, "checkpoint.pt")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if agent:
+            agent.load_state_dict(checkpoint["agent"])
+        return checkpoint | {"args": Args(**json.loads(checkpoint["args"]))}
+    except Exception as error:
+        raise UsageError(f"{path} is missing or damaged, or doesn't fit: {error!r}") from error
+
+
+def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
+    """Play greedy episodes with a run's checkpoint; print and return what their raw returns are."""
+    seed, returns = seed_everything(args.seed), []
+    video_folder = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S-%f}")
+    # A single environment: if several raced for the episodes, short ones would be favoured.
+    with closing(make_envs(args, 1, video_folder if args.capture_video else None)) as envs:
+        agent = Agent(envs, args).requires_grad_(False)
+        load_checkpoint(folder, agent)
+        (obs, _), states = envs.reset(seed=seed), torch.zeros(1, args.hidden_size)
+        while len(returns) < args.eval_episodes:
+            features = agent.get_features(torch.as_tensor(obs), states)
+            states = agent.get_states(features)
+            actions = agent.get_action(features)
+            obs, _, _, _, infos = envs.step(actions.numpy())
+            if "episode" in infos:
+                returns.append(float(infos["episode"]["r"][0]))
+                states = torch.zeros_like(states)
+    mean, std, count = float(np.mean(returns)), float(np.std(returns)), len(returns)
+    tqdm.write(f"{args.env_id}: greedy return {mean:.1f}, std {std:.1f}, over {count} episodes")
+    return {"eval/return": mean, "eval/return_std": std}
+
+
+def train(args: Args, report: Callable[[int, float], None] | None = None) -> float:
+    """Train an agent in a new folder in `runs`, or resume the run in `args.resume` with these.
+
+    Returns the mean raw return of the last 100 episodes, nan if none ended. Each iteration ends
+    with `report(global_step, mean_return)`, which may raise to stop the training. Raises
+    `UsageError` for what a user can put right, and `SystemExit` after a signal and a checkpoint.
+    """
+    check(args)
+    with ExitStack() as on_exit:  # whatever is raised, what is open is closed
+        # Set-up. The processes of torchrun share the environments; the first one logs and saves.
+        device = set_up_torch(args, on_exit)
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_num_envs, batch_size = args.num_envs // world_size, args.num_envs * args.num_steps
+        num_iterations = args.total_timesteps // batch_size
+        interval = args.checkpoint_interval or num_iterations
+        time_and_process = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.getpid()}"
+        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time_and_process}"
+        folder = Path(args.resume or f"runs/{run_name.replace('/', '-').replace(':', '-')}")
+        checkpoint = {"iteration": 0, "last_returns": []}
+        if args.resume:
+            checkpoint = load_checkpoint(folder)
+            for name, value in asdict(args).items():
+                is_new = name != "resume" and value != getattr(checkpoint["args"], name)
+                if is_new and name in FIXED:
+                    raise UsageError(f"a resumed run keeps its {name}: leave it out")
+                if is_new and rank == 0:
+                    print(f"resumed with {name} {value}", file=sys.stderr)
+        first_iteration, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
+
+        seed_everything(args.seed, first_iteration, rank)  # for what environments draw when made
+        envs = make_envs(args, local_num_envs)
+        on_exit.callback(lambda: envs.close(terminate=True))  # the latest; waits for no worker
+        seed_everything(args.seed)  # the same weights in all processes
+        # Weights are contiguous, like their gradients: with others, fused Adam is silently wrong.
+        agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
+        rate = torch.tensor(args.learning_rate, device=device)  # each float would compile again
+        optimizer = Adam(agent.parameters(), rate, eps=1e-5, fused=not args.compile)  # detail 3
+        if args.resume:  # Adam's moments, but not its settings, which may have changed
+            agent.load_state_dict(checkpoint["agent"])
+            settings = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": settings})
+        learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))  # autograd.grad
+        compiled_update = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
+
+        global_step = start_step = first_iteration * batch_size
+        if rank == 0:
+            if args.track:
+                start_tracking(args, folder, on_exit)
+            writer = on_exit.enter_context(SummaryWriter(folder, purge_step=global_step + 1))
+            writer.add_text("hyperparameters", str(asdict(args)), global_step)
+
+        # A rollout, on the host, where the environments are; final_obs is of episodes that ended.
+        shape = (args.num_steps, local_num_envs)
+        obs_space, action_space = envs.single_observation_space, envs.single_action_space
+        obs, final_obs = np.zeros((2, *shape, *obs_space.shape), obs_space.dtype)
+        actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
+        rewards = np.zeros(shape, np.float32)
+        terminations, truncations = np.zeros((2, *shape), bool)
+        states = torch.zeros(*shape, args.hidden_size, device=device)  # before each observation
+
+        in_loop = on_exit.enter_context(ExitStack())  # what ends before the last evaluation
+        start_time, mean_return = time.perf_counter(), float(np.mean(last_returns or np.nan))
+        signals = catch_signals(in_loop)
+        bar = tqdm(total=num_iterations * batch_size, initial=global_step, disable=rank > 0 or None)
+        in_loop.enter_context(bar)
+        for iteration in range(first_iteration, num_iterations):
+            # Environments can't be saved. So that a resumed run goes the same way as an undisturbed
+            # one, both make them anew every `interval`, and seed all generators by the iteration,
+            # twice, as making environments may draw numbers.
+            if iteration == first_iteration or iteration % interval == 0:
+                if iteration > first_iteration:
+                    envs.close()
+                    seed_everything(args.seed, iteration, rank)
+                    envs = make_envs(args, local_num_envs)
+                next_obs, _ = envs.reset(seed=seed_everything(args.seed, iteration, rank))
+                num_ended, next_states = 0, torch.zeros_like(states[0])
+            is_cut, is_last = (iteration + 1) % interval == 0, iteration + 1 == num_iterations
+            if args.anneal_lr:  # detail 4
+                for group, base in zip(optimizer.param_groups, learning_rates, strict=True):
+                    group["lr"].fill_(base * (1 - iteration / num_iterations))
+
+            # Rollout. The policy stays the same: draw all noise before, only act within, and
+            # compute log-probabilities and values after, in one batch.
+            episodes, metrics = [], defaultdict(list)
+            with torch.no_grad():
+                act, noise = agent.make_act(), agent.sample_noise(*shape).numpy()
+                for t in range(args.num_steps):
+                    obs[t], states[t] = next_obs, next_states
+                    features = agent.get_features(torch.tensor(next_obs, device=device), states[t])
+                    actions[t] = act(features.numpy(force=True), noise[t])
+                    next_obs, rewards[t], terminated, truncated, infos = envs.step(actions[t])
+                    terminations[t], truncations[t] = terminated, truncated & ~terminated
+                    global_step += args.num_envs
+                    next_states = agent.get_states(features)
+                    next_states[terminated | truncated] = 0
+                    for i in np.flatnonzero(terminated | truncated):
+                        final_obs[t, i] = infos["final_obs"][i]  # next_obs is of the next episodes
+                    if "episode" in infos:  # a return is nan if the episode was not whole
+                        returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
+                        for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
+                            episodes.append((global_step, float(returns[i]), int(lengths[i])))
+                # One environment's steps after the other's, in pieces of episodes and sequences.
+                b_obs = torch.tensor(obs.swapaxes(0, 1), device=device).flatten(0, 1)
+                b_actions = torch.tensor(actions.swapaxes(0, 1), device=device).flatten(0, 1)
+                b_noise = torch.tensor(noise.swapaxes(0, 1), device=device).flatten(0, 1)
+                b_states = states.transpose(0, 1).flatten(0, 1)
+                is_first = np.roll(terminations | truncations, 1, 0)
+                is_first[:: args.sequence_length] = True
+                pieces = b_obs, b_states, torch.tensor(is_first.T.flatten(), device=device)
+                b_features = agent.get_features(*pieces)
+                again = agent.get_action(b_features[:64], b_noise[:64])
+                close = torch.isclose(again, b_actions[:64], 1e-3, 1e-3, equal_nan=True)
+                assert close.float().mean() > 0.95, "make_act does otherwise than get_action"
+                b_logprobs, _, b_values = agent.evaluate_actions(b_features, b_actions)
+            dones = terminations | truncations
+            dones[-1] |= is_cut  # for scale_rewards; no advantage depends on the last one
+            scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
+            for epoch in range(args.update_epochs):
+                # Generalized advantage estimation (arXiv:1506.02438, (16); detail 5). The value
+                # after termination is 0, after truncation that of the true last observation.
+                if epoch == 0 or args.recompute_advantages:
+                    last_obs = torch.from_numpy(np.concatenate([next_obs, final_obs[truncations]]))
+                    with torch.no_grad():
+                        if epoch > 0:
+                            b_features = agent.get_features(*pieces)
+                            b_values = agent.get_value(b_features)
+                        after = agent.get_states(b_features).view(*shape[::-1], -1).transpose(0, 1)
+                        last_states = torch.cat([after[-1], after[truncations]])
+                        last_features = agent.get_features(last_obs.to(device), last_states)
+                        last_values = agent.get_value(last_features).cpu().numpy()
+                    values = b_values.view(shape[::-1]).T.cpu().numpy()
+                    next_values = np.concatenate([values[1:], last_values[None, :local_num_envs]])
+                    next_values[truncations] = last_values[local_num_envs:]
+                    deltas = scaled_rewards + args.gamma * next_values * ~terminations - values
+                    discounts = args.gamma * args.gae_lambda * ~dones
+                    advantages, advantage = np.zeros_like(deltas), 0.0
+                    for t in reversed(range(args.num_steps)):
+                        advantages[t] = advantage = deltas[t] + discounts[t] * advantage
+                    b_advantages = torch.as_tensor(advantages.T, device=device).flatten()
+                    b_returns = b_advantages + b_values
+                    batch = Batch(*pieces, b_actions, b_logprobs, b_advantages, b_returns, b_values)
+                if epoch == 0:
+                    unexplained = b_advantages.var() / (b_returns.var() + 1e-8)
+                    metrics["losses/explained_variance"].append(1 - unexplained)
+                    for name in ("values", "returns", "advantages"):
+                        metrics[f"debug/{name}"].append(getattr(batch, name).mean())
+
+                sequences = torch.arange(len(b_obs), device=device).view(-1, args.sequence_length)
+                b_indices = sequences[torch.randperm(len(sequences), device=device)]  # detail 6
+                for indices in b_indices.flatten().chunk(args.num_minibatches):
+                    for name, x in compiled_update(agent, optimizer, batch, indices, args).items():
+                        metrics[name].append(x.clone())  # the next CUDA graph overwrites x
+                    kls = metrics["losses/approx_kl"]
+                    if args.target_kl and max(gather(kls[-1][None]).tolist()) > 5 * args.target_kl:
+                        break  # after tiny gradients, Adam's steps are large: end a collapse early
+                if args.target_kl is not None:
+                    recent_kls = gather(torch.stack(kls[-args.num_minibatches :]))
+                    if recent_kls.mean() > args.target_kl or recent_kls.max() > 5 * args.target_kl:
+                        break
+
+            # Log
+            means = gather(torch.stack([torch.stack(x).mean() for x in metrics.values()])[None])
+            scalars = dict(zip(metrics, means.mean(0).tolist(), strict=True))
+            for name, x in {"observation": obs, "reward": rewards, **scalars}.items():
+                if not np.isfinite(x).all():
+                    where = f"in iteration {iteration}, up to step {global_step}"
+                    raise UsageError(f"{name} became infinite or nan {where}")
+            scalars |= agent.finish_iteration(b_obs, b_features)  # changes the agent, so not before
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
+            scalars["charts/SPS"] = (global_step - start_step) / (time.perf_counter() - start_time)
+            gathered = [(episodes, signals)] * world_size
+            if world_size > 1:  # all processes count all episodes, and stop together
+                dist.all_gather_object(gathered, (episodes, signals))
+            stop_signals = [number for _, numbers in gathered for number in numbers]
+            episodes = sorted((x for theirs, _ in gathered for x in theirs), key=lambda x: x[0])
+            last_returns = [*last_returns, *(total for _, total, _ in episodes)][-100:]
+            mean_return = float(np.mean(last_returns or np.nan))
+            if rank == 0:
+                for step, total, length in episodes:
+                    charts = {"charts/episodic_return": total, "charts/episodic_length": length}
+                    log(writer, charts, step)
+                log(writer, scalars, global_step)
+            bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
+            bar.update(batch_size)
+
+            # Checkpoint
+            num_ended += len(episodes)
+            if is_cut and not is_last and not num_ended and rank == 0:
+                hint = "raise --checkpoint-interval, as each checkpoint cuts all episodes"
+                tqdm.write(f"no episode ended in {interval} iterations: {hint}", sys.stderr)
+            if rank == 0 and (is_cut or is_last or stop_signals):
+                writer.flush()
+                checkpoint = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+                checkpoint |= {"iteration": iteration + 1, "last_returns": last_returns}
+                arguments = asdict(args) | {"resume": None}
+                checkpoint["args"] = json.dumps(arguments, default=np.generic.item)
+                torch.save(checkpoint, folder / "checkpoint.tmp")
+                os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # all or nothing
+                if args.eval_checkpoints and is_cut and not is_last:  # all is seeded anew after it
+                    log(writer, evaluate(args, folder), global_step)
+            if report:
+                report(global_step, mean_return)
+            if stop_signals:
+                if rank == 0:
+                    tqdm.write(f"stopped: go on with --resume {folder}", sys.stderr)
+                sys.exit(128 + stop_signals[0])
+        in_loop.close()
+        if rank == 0:
+            seconds, steps = time.perf_counter() - start_time, global_step - start_step
+            if args.eval_episodes:
+                log(writer, evaluate(args, folder), global_step)
+            score = f"return {mean_return:.1f} over the last {len(last_returns)} episodes"
+            speed = f"{steps:,} steps in {seconds:.1f} s, {steps / seconds:,.0f} steps/s"
+            print(f"{args.env_id}, seed {args.seed}: mean {score}; {speed}; {folder}")
+        return mean_return
+
+
+if __name__ == "__main__":
+    try:
+        args = tyro.cli(Args)
+        if args.resume or args.evaluate:  # parse again: the run's own arguments are the defaults
+            saved = load_checkpoint(args.resume or args.evaluate)["args"]
+            args = tyro.cli(Args, default=replace(saved, env_kwargs={}))
+            args.env_kwargs = saved.env_kwargs | args.env_kwargs  # tyro merges no dictionaries
+        if args.evaluate:
+            evaluate(args, args.evaluate)
+        else:
+            train(args)
+    except (UsageError, ImportError, OSError) as error:
+        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
+        sys.exit(2)
