@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 SCRIPTS = ["ppo", "ppo_continuous", "ppo_atari"]
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
+NEEDS_RAY = pytest.mark.skipif(not find_spec("ray"), reason="needs pip install ray[tune]")
 NEEDS_ENVPOOL = pytest.mark.skipif(not find_spec("envpool"), reason="needs pip install envpool")
 # A run of each script that takes a moment.
 SHORT = {
