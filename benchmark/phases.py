@@ -105,7 +105,13 @@ def main() -> None:
     rows = []
     for env_id, (script, steps, variants) in CASES.items():
         for flags in variants:
-            words = [script.removesuffix(".py"), "--env-id", env_id, "--eval-episodes", "0"]
+            words = [
+                script.removesuffix(".py"),
+                "--env-id",
+                env_id.split(",")[0],
+                "--eval-episodes",
+                "0",
+            ]
             words += ["--total-timesteps", str(steps), *flags.split()]
             with tempfile.TemporaryDirectory() as folder:
                 done = subprocess.run(

@@ -44,6 +44,7 @@ BREAKOUT = {
 def main() -> None:
     """Train for the given number of steps, after a warm-up of one iteration."""
     env_id, total_timesteps = sys.argv[1], int(sys.argv[2])
+    env_id, num_envs = env_id.split(",")[0], 64 if "64" in env_id else 4
     if env_id == "ALE/Breakout-v5":  # frames are skipped by its wrapper, as ours by ALE
         kwargs = {"frameskip": 1, "repeat_action_probability": 0.0}
         envs = VecFrameStack(make_atari_env(env_id, 8, seed=1, env_kwargs=kwargs), 4)
@@ -51,7 +52,8 @@ def main() -> None:
     else:
         torch.set_num_threads(1)  # the fastest for a small network
     if env_id == "CartPole-v1":
-        envs, settings = make_vec_env(env_id, 4, seed=1), CARTPOLE
+        envs, settings = make_vec_env(env_id, num_envs, seed=1), CARTPOLE
+        settings["batch_size"] = 32 * num_envs
     elif env_id == "HalfCheetah-v5":
         envs, settings = VecNormalize(make_vec_env(env_id, 1, seed=1)), HALFCHEETAH
     rate, clip = settings.pop("learning_rate"), 0.1 if env_id == "ALE/Breakout-v5" else 0.2

@@ -1,18 +1,25 @@
-"""Measure speed: beside Stable-Baselines3, and against the sizes of a run.
+"""Measure speed: beside Stable-Baselines3 and CleanRL, and against the sizes of a run.
 
     pip install -r benchmark/requirements.txt
     python -m venv /tmp/sb3
     /tmp/sb3/bin/pip install stable-baselines3==2.9.2 torch==2.13.0 "gymnasium[mujoco]" \
         mujoco==3.10.0 tensorboard ale-py==0.12.1 opencv-python-headless
-    python benchmark/speed.py --peer-python /tmp/sb3/bin/python
+    git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl/repo  # measured: commit fe8d8a0
+    python -m venv /tmp/cleanrl/venv
+    /tmp/cleanrl/venv/bin/pip install torch==2.13.0 gymnasium==0.29.1 "numpy<2" tyro tensorboard \
+        mujoco==3.10.0 imageio
+    python benchmark/speed.py --peer-python /tmp/sb3/bin/python \
+        --cleanrl-python /tmp/cleanrl/venv/bin/python --cleanrl /tmp/cleanrl/repo/cleanrl
 
-Nothing else should run on the machine meanwhile. Ours and the peer run alternately, with the same
-settings. A speed of ours is of the second half of a run, the peer's of all but its first iteration,
-so that neither imports nor compilation count; what they take is recorded beside it. Rows go to
-benchmark/results/speed.csv and scaling.csv, the plot of the latter to scaling.png.
+Nothing else should run on the machine meanwhile. Ours and the peers run alternately, with the same
+settings. A speed of ours is of the second half of a run, Stable-Baselines3's of all but its first
+iteration, CleanRL's what it prints, so that neither imports nor compilation count; what they take
+is recorded beside it. Rows go to benchmark/results/speed.csv and scaling.csv, the plot of the
+latter to scaling.png. Rows with --vectorization envpool need `pip install envpool==1.2.5`.
 """
 
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -28,14 +35,25 @@ from run import CANONICAL, RESULTS, append, label, read
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
+NATIVE, ENVPOOL = " --vectorization native", " --vectorization envpool"
 CASES = {  # environment: script, steps, variants of ours
     "CartPole-v1": ("ppo.py", 102_400, ["", "--compile"]),
+    "CartPole-v1, 64 environments": (
+        "ppo.py",
+        819_200,
+        [f"--num-envs 64 --compile{x}" for x in ("", NATIVE, ENVPOOL)],
+    ),
     "HalfCheetah-v5": (
         "ppo_continuous.py",
         24_576,
-        [CANONICAL, f"{CANONICAL} --compile", "", "--compile"],
+        [CANONICAL, f"{CANONICAL} --compile", "", "--compile", f"--compile{ENVPOOL}"],
     ),
     "ALE/Breakout-v5": ("ppo_atari.py", 8192, ["", "--compile", "--bf16", "--bf16 --compile"]),
+}
+CLEANRL = {  # environment: its script, flags; its HalfCheetah is v4, as gymnasium's was then
+    "CartPole-v1": "ppo.py --total-timesteps 51200",
+    "CartPole-v1, 64 environments": "ppo.py --num-envs 64 --total-timesteps 409600",
+    "HalfCheetah-v5": "ppo_continuous_action.py --env-id HalfCheetah-v4 --total-timesteps 16384",
 }
 FIGURES = ["first_iteration_s", "peak_mib", "steps_per_s"]
 ENVS, STEPS = (1, 4, 16, 64, 256), (32, 128, 512, 2048)
@@ -51,6 +69,8 @@ class Args:
     """Measure speed."""
 
     peer_python: str = ""  # the python of an environment with stable-baselines3, see above
+    cleanrl_python: str = ""  # the python of one for CleanRL
+    cleanrl: str = ""  # the folder of its scripts
     rounds: int = 5  # alternations; the median counts
     only: Literal["peer", "cold", "scaling"] | None = None  # part to do; all by default
     env_id: str | None = None  # environment to compare on; all of them by default
@@ -83,7 +103,7 @@ def measure(script: str, flags: str, processes: int = 1, scripts: Path = ROOT) -
 
 
 def compare(args: Args) -> None:
-    """Time our scripts and Stable-Baselines3's, alternately; it has the canonical settings."""
+    """Time ours, Stable-Baselines3's and CleanRL's, alternately; these have canonical settings."""
     cases = {args.env_id: CASES[args.env_id]} if args.env_id else CASES
     for env_id, (script, steps, variants) in cases.items():
         rows = []
@@ -93,9 +113,19 @@ def compare(args: Args) -> None:
                 peer = subprocess.run(
                     command, cwd=folder, capture_output=True, text=True, check=True
                 )
-            speeds = {"Stable-Baselines3": {"steps_per_s": round(float(peer.stdout.split()[-1]))}}
+                speeds = {
+                    "Stable-Baselines3": {"steps_per_s": round(float(peer.stdout.split()[-1]))}
+                }
+                if args.cleanrl and env_id in CLEANRL:
+                    command = f"{args.cleanrl_python} {args.cleanrl}/{CLEANRL[env_id]} --no-cuda"
+                    peer = subprocess.run(
+                        command.split(), cwd=folder, capture_output=True, text=True, check=True
+                    )
+                    found = re.findall(r"SPS: (\d+)", peer.stdout)
+                    speeds["CleanRL"] = {"steps_per_s": int(found[-1])}
             for flags in variants:
-                run = f"--env-id {env_id} --total-timesteps {steps} {flags}"
+                task = env_id.split(",")[0]
+                run = f"--env-id {task} --total-timesteps {steps} {flags}"
                 speeds[label(script, flags)] = measure(script, run)
             blank = dict.fromkeys(FIGURES, "")
             for who, figures in speeds.items():
@@ -113,8 +143,8 @@ def cold() -> None:
     """What compilation takes where nothing was compiled before."""
     rows = []
     for env_id, (script, steps, variants) in CASES.items():
-        for flags in (flags for flags in variants if "--compile" in flags):
-            run = f"--env-id {env_id} --total-timesteps {steps} {flags}"
+        for flags in (x for x in variants if "--compile" in x and "--vec" not in x):
+            run = f"--env-id {env_id.split(',')[0]} --total-timesteps {steps} {flags}"
             with tempfile.TemporaryDirectory() as cache:
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
                 figures = measure(script, run)
