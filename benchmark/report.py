@@ -18,6 +18,7 @@ from run import (
     FRESH,
     HELD_OUT,
     MAIN,
+    MEMORY,
     MUJOCO,
     ROOT,
     compiled,
@@ -165,7 +166,7 @@ def ablation() -> str:
             seeds = [points["ppo_continuous.py", task, flags, row["seed"]] for row in rows]
             training = mean_and_spread([last_hundred(x) for x in seeds])
             cells.append(f"{training} ({mean_and_spread([float(x['greedy']) for x in rows])})")
-        lines.append([f"`{change}`" if change else "nothing", *cells])
+        lines.append([f"`{label('', change)}`" if change else "nothing", *cells])
     return table(["defaults but for", *ABLATED], lines)
 
 
@@ -268,6 +269,7 @@ TABLES = {
     "ablation": ablation,
     "search": lambda: searches(MUJOCO),
     "search-acrobot": lambda: searches(["Acrobot-v1"]),
+    "memory": lambda: results(MEMORY, without=(*PUBLISHED, "best")),
     "experiments": lambda: results(EXPERIMENTS, without=tuple(PUBLISHED)),
     "speed": speeds,
     "speed-short": short_speeds,

@@ -51,7 +51,7 @@ MAIN = [  # script, environment, seeds, further flags
 ]
 # The defaults but for one.
 CHANGES = ["--no-stagger", "--target-kl None", "--max-grad-norm 0.5", "--checkpoint-interval 0"]
-CHANGES += ["--learning-rate 3e-4"]
+CHANGES += ["--learning-rate 3e-4", CANONICAL]
 ABLATED = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Swimmer-v5"]
 ABLATION = [
     ("ppo_continuous.py", task, FRESH[:5], f"{compiled(task)} {change}")
@@ -75,7 +75,17 @@ EXPERIMENTS = [
     ("ppo.py", "Taxi-v4", THREE, "--num-envs 16 --learning-rate 1e-3 --mask-actions"),
     ("ppo.py", "third_party:MiniGrid-Picture-v0", THREE, "--total-timesteps 50000"),
 ]
-RUNS = MAIN + ABLATION + HELD_OUT + EXPERIMENTS
+# What needs a memory, with one and without.
+BLIND = "--mask-velocity --total-timesteps"
+POLES = "--num-envs 8 --update-epochs 10 --learning-rate 2e-3 --gamma 0.98 --gae-lambda 0.8"
+POLES += " --ent-coef 0 --total-timesteps 200000"
+MEMORY = [
+    ("variants/ppo_continuous_recurrent.py", "Pendulum-v1", FIVE, f"{BLIND} 100000"),
+    ("ppo_continuous.py", "third_party:Pendulum-NoVelocity-v0", FIVE, "--total-timesteps 100000"),
+    ("variants/ppo_recurrent.py", "CartPole-v1", FIVE, f"--mask-velocity {POLES}"),
+    ("ppo.py", "third_party:CartPole-NoVelocity-v0", FIVE, POLES),
+]
+RUNS = MAIN + ABLATION + HELD_OUT + EXPERIMENTS + MEMORY
 LOCK = Lock()
 
 

@@ -1,0 +1,78 @@
+"""Time the recurrent variants beside sb3-contrib's RecurrentPPO, and let that learn, too.
+
+    python -m venv /tmp/sb3
+    /tmp/sb3/bin/pip install sb3-contrib==2.9.2 torch==2.13.0 "gymnasium[box2d,classic-control]"
+    python benchmark/memory.py --peer-python /tmp/sb3/bin/python           # speed
+    python benchmark/memory.py --peer-python /tmp/sb3/bin/python --learn   # its returns
+
+Nothing else should run on the machine while speed is measured. All have the same settings and take
+turns; speeds are as in speed.py. "stepwise" is ours with a GRU that goes step by step through the
+sequences. Rows go to benchmark/results/memory-speed.csv and sb3-recurrent.csv; what ours reach is
+in runs.csv (run.py).
+"""
+
+import json
+import statistics
+import subprocess
+from dataclasses import dataclass
+
+import tyro
+from provenance import provenance
+from run import ROOT, append, read
+from speed import measure
+
+STEPS = 51_200
+FLAGS = f"--mask-velocity --total-timesteps {STEPS} --num-envs 8 --num-steps 32 --num-minibatches 1"
+FLAGS += " --update-epochs 20 --learning-rate 1e-3 --gamma 0.98 --gae-lambda 0.8 --ent-coef 0"
+OURS = {"ppo_recurrent.py": "variants/ppo_recurrent.py", "stepwise": "benchmark/stepwise.py"}
+LEARNED = {"CartPole-v1": 100_000, "Pendulum-v1": 100_000, "LunarLander-v3": 5_000_000}
+SEEDS = {"CartPole-v1": 5, "Pendulum-v1": 5, "LunarLander-v3": 3}
+
+
+@dataclass
+class Args:
+    """Measure speed, or what the peer learns."""
+
+    peer_python: str  # the python of an environment with sb3-contrib, see above
+    rounds: int = 5  # alternations; the median counts
+    learn: bool = False  # train the peer, instead of timing
+    env_id: str | None = None  # task to learn; all of them by default
+
+
+def peer(args: Args, env_id: str, steps: int, seed: int) -> dict[str, float]:
+    """Run RecurrentPPO."""
+    script = ROOT / "benchmark/sb3_recurrent.py"
+    command = [args.peer_python, script, env_id, str(steps), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def speed(args: Args) -> None:
+    """Time all three on CartPole, alternately."""
+    rows = []
+    for turn in range(args.rounds):
+        theirs = peer(args, "CartPole-v1", STEPS, 1)
+        found = {"RecurrentPPO": round(theirs["steps_per_s"])}
+        found |= {who: measure(script, FLAGS)["steps_per_s"] for who, script in OURS.items()}
+        rows += [{"round": turn, "who": who, "steps_per_s": x} for who, x in found.items()]
+        print(found, flush=True)
+    append("memory-speed.csv", [row | provenance() for row in rows])
+    for who in OURS:
+        by = [[x["steps_per_s"] for x in rows if x["who"] == y] for y in (who, "RecurrentPPO")]
+        print(who, f"{statistics.median(a / b for a, b in zip(*by, strict=True)):.2f} x")
+
+
+def learn(args: Args) -> None:
+    """Train RecurrentPPO where a row is missing, and record what it reaches."""
+    for env_id in [args.env_id] if args.env_id else LEARNED:
+        for seed in range(1, SEEDS[env_id] + 1):
+            done = {(row["env_id"], row["seed"]) for row in read("sb3-recurrent.csv")}
+            if (env_id, str(seed)) not in done:
+                row = {"env_id": env_id, "seed": seed} | peer(args, env_id, LEARNED[env_id], seed)
+                print(row, flush=True)
+                append("sb3-recurrent.csv", [row | provenance()])
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    learn(args) if args.learn else speed(args)
