@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import reduce
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -140,18 +140,14 @@ class FlatEnv(gym.Wrapper):
 
 
 class FastEnvs(gym.vector.VectorWrapper):
-    """EnvPool's environments, or gymnasium's CartPole on arrays, with resets in the same step.
-
-    EnvPool takes a failure at its limit of steps for a truncation, so the limit is kept here.
-    """
-
-    metadata: ClassVar = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    """EnvPool's environments, or gymnasium's CartPole on arrays, with resets in the same step."""
 
     def __init__(self, args: Args, num_envs: int) -> None:
-        self.is_native = args.vectorization == "native"
+        # EnvPool takes a failure at its limit of steps for a truncation, so the limit is kept here.
         limit = gym.spec(args.env_id).max_episode_steps or 10**9
         self.limit = args.env_kwargs.get("max_episode_steps", limit)
         kwargs = args.env_kwargs | {"num_envs": num_envs, "max_episode_steps": 10**9}
+        self.is_native = args.vectorization == "native"
         if self.is_native:
             envs = gym.make_vec(args.env_id, vectorization_mode="vector_entry_point", **kwargs)
         else:
@@ -163,12 +159,13 @@ class FastEnvs(gym.vector.VectorWrapper):
             envs = envpool.make_gymnasium(args.env_id, seed=seeds, **kwargs)
         super().__init__(envs)
         self.action_space = gym.vector.utils.batch_space(envs.single_action_space, num_envs)
+        self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
         shape = envs.single_observation_space.shape
         self.single_observation_space = Box(-np.inf, np.inf, shape, np.float32)
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         self.steps = np.zeros(self.num_envs, int)
-        obs, _ = self.env.reset(seed=seed) if self.is_native else self.env.reset()
+        obs, _ = self.env.reset(**kwargs) if self.is_native else self.env.reset()
         return obs.astype(np.float32), {}
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, Any, Any, Any, dict[str, Any]]:
