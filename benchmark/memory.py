@@ -1,7 +1,8 @@
 """Time the recurrent variants beside sb3-contrib's RecurrentPPO, and let that learn, too.
 
     python -m venv /tmp/sb3
-    /tmp/sb3/bin/pip install sb3-contrib==2.9.2 torch==2.13.0 "gymnasium[box2d,classic-control]"
+    /tmp/sb3/bin/pip install sb3-contrib==2.9.2 torch==2.13.0 popgym==1.0.7 \
+        "gymnasium[box2d,classic-control]"
     python benchmark/memory.py --peer-python /tmp/sb3/bin/python           # speed
     python benchmark/memory.py --peer-python /tmp/sb3/bin/python --learn   # its returns
 
@@ -25,8 +26,13 @@ STEPS = 51_200
 FLAGS = f"--mask-velocity --total-timesteps {STEPS} --num-envs 8 --num-steps 32 --num-minibatches 1"
 FLAGS += " --update-epochs 20 --learning-rate 1e-3 --gamma 0.98 --gae-lambda 0.8 --ent-coef 0"
 OURS = {"ppo_recurrent.py": "variants/ppo_recurrent.py", "stepwise": "benchmark/stepwise.py"}
-LEARNED = {"CartPole-v1": 100_000, "Pendulum-v1": 100_000, "LunarLander-v3": 5_000_000}
-SEEDS = {"CartPole-v1": 5, "Pendulum-v1": 5, "LunarLander-v3": 3}
+LEARNED = {  # steps, seeds
+    "CartPole-v1": (200_000, 5),
+    "Pendulum-v1": (200_000, 5),
+    "popgym-RepeatPreviousEasy-v0": (300_000, 3),
+    "popgym-RepeatFirstEasy-v0": (300_000, 3),
+    "LunarLander-v3": (1_000_000, 3),
+}
 
 
 @dataclass
@@ -65,10 +71,11 @@ def speed(args: Args) -> None:
 def learn(args: Args) -> None:
     """Train RecurrentPPO where a row is missing, and record what it reaches."""
     for env_id in [args.env_id] if args.env_id else LEARNED:
-        for seed in range(1, SEEDS[env_id] + 1):
+        steps, seeds = LEARNED[env_id]
+        for seed in range(1, seeds + 1):
             done = {(row["env_id"], row["seed"]) for row in read("sb3-recurrent.csv")}
             if (env_id, str(seed)) not in done:
-                row = {"env_id": env_id, "seed": seed} | peer(args, env_id, LEARNED[env_id], seed)
+                row = {"env_id": env_id, "seed": seed} | peer(args, env_id, steps, seed)
                 print(row, flush=True)
                 append("sb3-recurrent.csv", [row | provenance()])
 

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -76,16 +77,30 @@ EXPERIMENTS = [
     ("ppo.py", "third_party:MiniGrid-Picture-v0", THREE, "--total-timesteps 50000"),
 ]
 # What needs a memory, with one and without.
-BLIND = "--mask-velocity --total-timesteps"
+PENDULUM = "--gamma 0.95 --learning-rate 1e-3 --total-timesteps 200000 --eval-episodes 100"
 POLES = "--num-envs 8 --update-epochs 10 --learning-rate 2e-3 --gamma 0.98 --gae-lambda 0.8"
 POLES += " --ent-coef 0 --total-timesteps 200000"
+LANDER = f"{LARGER} --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss --total-timesteps 1000000"
+RECALL = f"{LARGER} --no-clip-vloss --total-timesteps 300000"
 MEMORY = [
-    ("variants/ppo_continuous_recurrent.py", "Pendulum-v1", FIVE, f"{BLIND} 100000"),
-    ("ppo_continuous.py", "third_party:Pendulum-NoVelocity-v0", FIVE, "--total-timesteps 100000"),
+    ("variants/ppo_continuous_recurrent.py", "Pendulum-v1", FIVE, f"--mask-velocity {PENDULUM}"),
+    ("ppo_continuous.py", "third_party:Pendulum-NoVelocity-v0", FIVE, PENDULUM),
     ("variants/ppo_recurrent.py", "CartPole-v1", FIVE, f"--mask-velocity {POLES}"),
     ("ppo.py", "third_party:CartPole-NoVelocity-v0", FIVE, POLES),
+    ("variants/ppo_recurrent.py", "LunarLander-v3", THREE, f"--mask-velocity {LANDER}"),
+    ("ppo.py", "third_party:LunarLander-NoVelocity-v0", THREE, LANDER),
+    ("variants/ppo_recurrent.py", "popgym:popgym-RepeatPreviousEasy-v0", THREE, RECALL),
+    ("ppo.py", "popgym:popgym-RepeatPreviousEasy-v0", THREE, RECALL),
+    ("variants/ppo_recurrent.py", "popgym:popgym-RepeatFirstEasy-v0", THREE, RECALL),
+    ("ppo.py", "popgym:popgym-RepeatFirstEasy-v0", THREE, RECALL),
 ]
-RUNS = MAIN + ABLATION + HELD_OUT + EXPERIMENTS + MEMORY
+RUNS = {
+    "main": MAIN,
+    "ablation": ABLATION,
+    "held-out": HELD_OUT,
+    "experiments": EXPERIMENTS,
+    "memory": MEMORY,
+}
 LOCK = Lock()
 
 
@@ -95,6 +110,7 @@ class Args:
 
     only: list[str] = field(default_factory=list)  # environments; all if none is named
     flags: str | None = None  # runs with exactly these flags; any if left out
+    table: Literal["main", "ablation", "held-out", "experiments", "memory"] | None = None  # of it
     jobs: int = 1  # runs at once
 
 
@@ -171,10 +187,11 @@ def main(args: Args) -> None:
     """Train what is missing, and print mean and spread of each environment."""
     keys = ("script", "env_id", "flags", "seed")
     recorded = {tuple(row[key] for key in keys) for row in read("runs.csv")}
+    runs = [run for name in ([args.table] if args.table else RUNS) for run in RUNS[name]]
     jobs = [
         (script, env_id, seed, flags)
-        for seed in sorted({seed for _, _, seeds, _ in RUNS for seed in seeds})
-        for script, env_id, seeds, flags in RUNS
+        for seed in sorted({seed for _, _, seeds, _ in runs for seed in seeds})
+        for script, env_id, seeds, flags in runs
         if seed in seeds
         and (not args.only or env_id in args.only)
         and args.flags in (None, flags)
@@ -182,7 +199,7 @@ def main(args: Args) -> None:
     ]
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda job: train(*job), jobs))
-    for script, env_id, _, flags in RUNS:
+    for script, env_id, _, flags in runs:
         key = {"script": script, "env_id": env_id, "flags": flags}
         rows = [row for row in read("runs.csv") if key.items() <= row.items()]
         scores = [float(row["score"]) for row in rows]

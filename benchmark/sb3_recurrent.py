@@ -1,11 +1,12 @@
-"""Train sb3-contrib's RecurrentPPO where velocities are hidden; print its speed and its returns.
+"""Train sb3-contrib's RecurrentPPO on tasks that need a memory; print its speed and its returns.
 
 Run by memory.py, in an environment of its own that has sb3-contrib installed:
 
     python sb3_recurrent.py CartPole-v1 100000 SEED
 
 with the settings of rl-baselines3-zoo 2.9.0 (hyperparams/ppo_lstm.yml) for the tasks without
-velocities, observations and rewards normalized as it does.
+velocities, observations and rewards normalized as it does; with ours (run.py) for POPGym's, whose
+observations are one-hot.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import popgym  # noqa: F401, registers its environments
 import torch
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.callbacks import BaseCallback
@@ -66,11 +68,17 @@ SETTINGS = {  # the first: how many environments
         },
     ),
 }
+RECALL = {"n_steps": 128, "batch_size": 256, "n_epochs": 10, "ent_coef": 0.01}
+RECALL["learning_rate"] = lambda remaining: remaining * 1e-3
+for name in ("RepeatPrevious", "RepeatFirst"):
+    SETTINGS[f"popgym-{name}Easy-v0"] = (16, RECALL | {"gamma": 0.99})
 
 
 def make(env_id: str) -> gym.Env:
-    """The environment without velocities."""
+    """The environment, without velocities."""
     env = gym.make(env_id)
+    if env_id not in VELOCITIES:
+        return env
     seen = np.ones(env.observation_space.shape, np.float32)
     seen[VELOCITIES[env_id]] = 0
     return gym.wrappers.TransformObservation(env, lambda obs: obs * seen, env.observation_space)
@@ -92,9 +100,9 @@ def main() -> None:
     env_id, total_timesteps, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)  # the fastest for a small network
     num_envs, settings = SETTINGS[env_id]
+    normalize = {"norm_obs": env_id in VELOCITIES, "gamma": settings["gamma"]}
     envs = VecNormalize(
-        make_vec_env(make, num_envs, seed=seed, env_kwargs={"env_id": env_id}),
-        gamma=settings["gamma"],
+        make_vec_env(make, num_envs, seed=seed, env_kwargs={"env_id": env_id}), **normalize
     )
     model = RecurrentPPO(
         "MlpLstmPolicy", envs, policy_kwargs=POLICY, device="cpu", seed=seed, **settings
@@ -102,11 +110,12 @@ def main() -> None:
     clock = Clock()
     model.learn(total_timesteps, callback=clock)
     speed = (model.num_timesteps - clock.steps) / (time.perf_counter() - clock.start)
-    envs.training, envs.norm_reward = False, False
     single: Any = VecNormalize(
-        make_vec_env(make, 1, seed=seed + 1000, env_kwargs={"env_id": env_id})
+        make_vec_env(make, 1, seed=seed + 1000, env_kwargs={"env_id": env_id}), **normalize
     )
-    single.obs_rms, single.training, single.norm_reward = envs.obs_rms, False, False
+    single.training, single.norm_reward = False, False
+    if env_id in VELOCITIES:
+        single.obs_rms = envs.obs_rms
     mean, std = evaluate_policy(model, single, n_eval_episodes=10, deterministic=True)
     steps = model.num_timesteps
     print(json.dumps({"steps": steps, "steps_per_s": speed, "greedy": mean, "greedy_std": std}))

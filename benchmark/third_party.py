@@ -27,6 +27,7 @@ def make_without_velocity(name: str, velocities: tuple[int, ...], **kwargs: Any)
 
 
 gym.register("MiniGrid-Picture-v0", make)
-for name, velocities in {"CartPole-v1": (1, 3), "Pendulum-v1": (2,)}.items():
+VELOCITIES = {"CartPole-v1": (1, 3), "Pendulum-v1": (2,), "LunarLander-v3": (2, 3, 5)}
+for name, velocities in VELOCITIES.items():
     kwargs = {"name": name, "velocities": velocities}
     gym.register(f"{name[:-3]}-NoVelocity-v0", make_without_velocity, kwargs=kwargs)
