@@ -31,7 +31,7 @@ LEARNED = {  # steps, seeds
     "Pendulum-v1": (200_000, 5),
     "popgym-RepeatPreviousEasy-v0": (300_000, 3),
     "popgym-RepeatFirstEasy-v0": (300_000, 3),
-    "LunarLander-v3": (1_000_000, 3),
+    "LunarLander-v3": (500_000, 3),
 }
 
 
