@@ -93,6 +93,13 @@ MEMORY = [
     ("ppo.py", "popgym:popgym-RepeatPreviousEasy-v0", THREE, RECALL),
     ("variants/ppo_recurrent.py", "popgym:popgym-RepeatFirstEasy-v0", THREE, RECALL),
     ("ppo.py", "popgym:popgym-RepeatFirstEasy-v0", THREE, RECALL),
+    *(
+        ("benchmark/stepwise.py", task, THREE, f"--lstm --hidden-size 128 {flags}")
+        for task, flags in {
+            "CartPole-v1": f"--mask-velocity {POLES}",
+            "popgym:popgym-RepeatPreviousEasy-v0": RECALL.replace("--compile ", ""),
+        }.items()
+    ),
 ]
 RUNS = {
     "main": MAIN,
