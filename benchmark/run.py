@@ -80,7 +80,7 @@ EXPERIMENTS = [
 PENDULUM = "--gamma 0.95 --learning-rate 1e-3 --total-timesteps 200000 --eval-episodes 100"
 POLES = "--num-envs 8 --update-epochs 10 --learning-rate 2e-3 --gamma 0.98 --gae-lambda 0.8"
 POLES += " --ent-coef 0 --total-timesteps 200000"
-LANDER = f"{LARGER} --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss --total-timesteps 500000"
+LANDER = f"{LARGER} --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss --vf-coef 0.001"
 RECALL = f"{LARGER} --no-clip-vloss --total-timesteps 300000"
 MEMORY = [
     ("variants/ppo_continuous_recurrent.py", "Pendulum-v1", FIVE, f"--mask-velocity {PENDULUM}"),

@@ -117,8 +117,9 @@ def main() -> None:
     if env_id in VELOCITIES:
         single.obs_rms = envs.obs_rms
     mean, std = evaluate_policy(model, single, n_eval_episodes=10, deterministic=True)
-    steps = model.num_timesteps
-    print(json.dumps({"steps": steps, "steps_per_s": speed, "greedy": mean, "greedy_std": std}))
+    score = float(np.mean([x["r"] for x in model.ep_info_buffer]))  # of the last 100 episodes
+    found = {"steps": model.num_timesteps, "steps_per_s": speed, "score": score}
+    print(json.dumps(found | {"greedy": mean, "greedy_std": std}))
 
 
 if __name__ == "__main__":
