@@ -26,12 +26,10 @@ STEPS = 51_200
 FLAGS = f"--mask-velocity --total-timesteps {STEPS} --num-envs 8 --num-steps 32 --num-minibatches 1"
 FLAGS += " --update-epochs 20 --learning-rate 1e-3 --gamma 0.98 --gae-lambda 0.8 --ent-coef 0"
 OURS = {"ppo_recurrent.py": "variants/ppo_recurrent.py", "stepwise": "benchmark/stepwise.py"}
-LEARNED = {  # steps, seeds
-    "CartPole-v1": (200_000, 5),
-    "Pendulum-v1": (200_000, 5),
-    "popgym-RepeatPreviousEasy-v0": (300_000, 3),
-    "popgym-RepeatFirstEasy-v0": (300_000, 3),
-    "LunarLander-v3": (500_000, 3),
+LEARNED = {  # steps of three seeds
+    "LunarLander-v3": 300_000,
+    "popgym-RepeatPreviousEasy-v0": 300_000,
+    "popgym-RepeatFirstEasy-v0": 300_000,
 }
 
 
@@ -71,11 +69,10 @@ def speed(args: Args) -> None:
 def learn(args: Args) -> None:
     """Train RecurrentPPO where a row is missing, and record what it reaches."""
     for env_id in [args.env_id] if args.env_id else LEARNED:
-        steps, seeds = LEARNED[env_id]
-        for seed in range(1, seeds + 1):
+        for seed in (1, 2, 3):
             done = {(row["env_id"], row["seed"]) for row in read("sb3-recurrent.csv")}
             if (env_id, str(seed)) not in done:
-                row = {"env_id": env_id, "seed": seed} | peer(args, env_id, steps, seed)
+                row = {"env_id": env_id, "seed": seed} | peer(args, env_id, LEARNED[env_id], seed)
                 print(row, flush=True)
                 append("sb3-recurrent.csv", [row | provenance()])
 

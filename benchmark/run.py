@@ -81,6 +81,7 @@ PENDULUM = "--gamma 0.95 --learning-rate 1e-3 --total-timesteps 200000 --eval-ep
 POLES = "--num-envs 8 --update-epochs 10 --learning-rate 2e-3 --gamma 0.98 --gae-lambda 0.8"
 POLES += " --ent-coef 0 --total-timesteps 200000"
 LANDER = f"{LARGER} --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss --vf-coef 0.001"
+LANDER += " --total-timesteps 300000"
 RECALL = f"{LARGER} --no-clip-vloss --total-timesteps 300000"
 MEMORY = [
     ("variants/ppo_continuous_recurrent.py", "Pendulum-v1", FIVE, f"--mask-velocity {PENDULUM}"),
