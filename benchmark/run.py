@@ -77,7 +77,8 @@ EXPERIMENTS = [
     ("ppo.py", "third_party:MiniGrid-Picture-v0", THREE, "--total-timesteps 50000"),
 ]
 # What needs a memory, with one and without.
-PENDULUM = "--gamma 0.95 --learning-rate 1e-3 --total-timesteps 200000 --eval-episodes 100"
+PENDULUM = "--gamma 0.95 --learning-rate 1e-3 --log-std-min -3 --total-timesteps 200000"
+PENDULUM += " --eval-episodes 100"
 POLES = "--num-envs 8 --update-epochs 10 --learning-rate 2e-3 --gamma 0.98 --gae-lambda 0.8"
 POLES += " --ent-coef 0 --total-timesteps 200000"
 LANDER = f"{LARGER} --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss --vf-coef 0.001"
