@@ -14,6 +14,7 @@ that of both its parts.
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -85,7 +86,8 @@ def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
     """What the study in a folder has."""
     with suppress(KeyError, FileNotFoundError):
         file = optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
-        return optuna.load_study("ppo", optuna.storages.JournalStorage(file)).trials
+        storage = optuna.storages.JournalStorage(file)
+        return optuna.load_study(study_name="ppo", storage=storage).trials
     return []
 
 
@@ -124,27 +126,25 @@ def tune(env_id: str, trials: int) -> None:
             rows.append(row | {"flags": chosen} | provenance())
         append("trials.csv", rows)
         for plot in ("history", "importances"):
-            (folder / f"{plot}.png").replace(ROOT / f"benchmark/results/{plot}-{env_id}.png")
-    print(stdout, f"{env_id}: {seconds} s", flush=True)
-    best = stdout.split("ppo.py ")[1].strip()
-    rows, settings = [], {"found": best, "documented": documented}
-    with ProcessPoolExecutor(2) as pool:
-        for who, words in settings.items():
-            for row in pool.map(learn, [(words, seed, goal) for seed in seeds]):
-                rows.append({"env_id": env_id, "who": who} | row | {"flags": words})
-                rows[-1]["search_s"] = seconds if who == "found" else ""
-                print(rows[-1], flush=True)
+            shutil.move(folder / f"{plot}.png", ROOT / f"benchmark/results/{plot}-{env_id}.png")
+        print(stdout, f"{env_id}: {seconds} s", flush=True)
+        settings = {"found": stdout.split("ppo.py ")[1].strip(), "documented": documented}
+        rows = []
+        with chdir(folder), ProcessPoolExecutor(2) as pool:
+            for who, words in settings.items():
+                for row in pool.map(learn, [(words, seed, goal) for seed in seeds]):
+                    rows.append({"env_id": env_id, "who": who} | row | {"flags": words})
+                    rows[-1]["search_s"] = seconds if who == "found" else ""
+                    print(rows[-1], flush=True)
     append("tuned.csv", [row | provenance() for row in rows])
 
 
 def train_default(seed: int) -> float:
     """Train at the defaults, in a folder named as the seed, and return the score."""
-    os.makedirs(str(seed))
-    os.chdir(str(seed))
+    Path(str(seed)).mkdir()
     args = tyro.cli(ppo_continuous.Args, args=TRAIN.split())
-    score = ppo_continuous.train(replace(args, seed=seed, eval_episodes=0))
-    os.chdir("..")
-    return score
+    with chdir(str(seed)):
+        return ppo_continuous.train(replace(args, seed=seed, eval_episodes=0))
 
 
 def greedy(run: Path) -> float:
@@ -170,15 +170,13 @@ def population(repetition: int) -> None:
             words = shlex.split(re.search(r"^python (.+)$", stdout, re.MULTILINE)[1])
             score = float(re.search(r"best, (\S+), with", stdout)[1])
             found[who] = score, greedy(Path(words[-1])), time.time() - start
-        start, home = time.time(), Path.cwd()
-        os.chdir(folder)
+        start = time.time()
         seeds = [100 * repetition + i for i in range(MEMBERS)]
-        with ProcessPoolExecutor(2) as pool:
+        with chdir(folder), ProcessPoolExecutor(2) as pool:
             scores = list(pool.map(train_default, seeds))
         best = max(range(MEMBERS), key=scores.__getitem__)
         (run,) = (folder / str(seeds[best]) / "runs").iterdir()
         found["defaults"] = scores[best], greedy(run), time.time() - start
-        os.chdir(home)
     rows = [
         {"repetition": repetition, "who": who, "score": score, "greedy": x, "seconds": round(took)}
         for who, (score, x, took) in found.items()
