@@ -260,6 +260,46 @@ def phases() -> str:
     return measured(list(last.values()))
 
 
+def recurrent_peers() -> str:
+    """What sb3-contrib's RecurrentPPO reaches where a memory is needed."""
+    groups, lines = defaultdict(list), []
+    for row in read("sb3-recurrent.csv"):
+        groups[row["env_id"], row["steps"]].append(row)
+    for (env_id, steps), rows in groups.items():
+        training, greedy = (
+            mean_and_spread([float(x[key]) for x in rows]) for key in ("score", "greedy")
+        )
+        lines.append([env_id, f"{int(steps):,}", str(len(rows)), training, greedy])
+    return table(["environment", "steps", "seeds", "training", "greedy"], lines)
+
+
+def recurrent_speeds() -> str:
+    """Medians of memory-speed.csv, and of the ratios to RecurrentPPO, with their range."""
+    groups, lines = defaultdict(list), []
+    for row in read("memory-speed.csv"):
+        groups[row["who"]].append(row)
+    for who, rows in groups.items():
+        found = ratios(rows, groups["RecurrentPPO"])
+        ratio = f"{statistics.median(found):.2f} ({min(found):.2f} .. {max(found):.2f})"
+        lines.append([f"`{who}`", f"{median(rows, 'steps_per_s'):,.0f}", ratio])
+    return table(["who", "steps/s", "ratio"], lines)
+
+
+def tuned() -> str:
+    """What Optuna found, beside the documented commands, on other seeds."""
+    groups, lines = defaultdict(list), []
+    for row in read("tuned.csv"):
+        groups[row["env_id"], row["who"]].append(row)
+    for (env_id, who), rows in groups.items():
+        steps = [int(x["steps_to_goal"]) for x in rows if x["steps_to_goal"]]
+        goal = f"{statistics.median(steps):,.0f} ({len(steps)} of {len(rows)})" if steps else ""
+        score = mean_and_spread([float(x["score"]) for x in rows])
+        flags = f"`{rows[0]['flags']}`"
+        lines.append([env_id, who, str(len(rows)), goal, score, rows[0]["search_s"], flags])
+    columns = ["environment", "settings", "seeds", "steps to 475, median", "training"]
+    return table([*columns, "search, s", "flags"], lines)
+
+
 SHORT = [run for run in MAIN if run[1] in SHOWN]
 SHORT += [run for run in EXPERIMENTS if run[1] == "ALE/Breakout-v5"]
 TABLES = {
@@ -270,6 +310,10 @@ TABLES = {
     "search": lambda: searches(MUJOCO),
     "search-acrobot": lambda: searches(["Acrobot-v1"]),
     "memory": lambda: results(MEMORY, without=(*PUBLISHED, "best")),
+    "memory-peers": recurrent_peers,
+    "memory-speed": recurrent_speeds,
+    "tuned": tuned,
+    "populations": lambda: measured(read("population.csv")),
     "experiments": lambda: results(EXPERIMENTS, without=tuple(PUBLISHED)),
     "speed": speeds,
     "speed-short": short_speeds,

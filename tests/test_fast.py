@@ -151,7 +151,7 @@ def test_bf16(device: str) -> None:
 
 @NEEDS_GPU
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *VARIANTS])
 def test_gpu(name: str, compiled: bool) -> None:
     """Every script trains on a GPU, with CUDA graphs too."""
     trained(name, device="cuda", compile=compiled)

@@ -203,6 +203,19 @@ def test_advantages(script: Any, recompute: bool, monkeypatch: pytest.MonkeyPatc
     assert len(compared) == (6 if recompute else 3)
 
 
+@pytest.mark.parametrize("script", RECURRENT)
+def test_pieces_are_the_steps(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory that is another in pieces than in the rollout's steps ends the run."""
+    get_features = script.Agent.get_features
+
+    def forget(agent: Any, obs: Any, states: Any, is_first: Any = None) -> torch.Tensor:
+        return get_features(agent, obs, states if is_first is None else 0 * states, is_first)
+
+    monkeypatch.setattr(script.Agent, "get_features", forget)
+    with pytest.raises(AssertionError, match="step by step"):
+        script.train(script.Args(**SHORT[script.__name__]))
+
+
 PROBE = {"num_minibatches": 4, "update_epochs": 4, "num_envs": 4, "num_steps": 128}
 PROBE |= {"total_timesteps": 40_960, "learning_rate": 3e-3, "eval_episodes": 20}
 

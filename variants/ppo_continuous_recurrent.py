@@ -10,9 +10,6 @@ ppo_continuous.py with a GRU, for what isn't seen in one observation; `diff` the
 Actions: Box, with bounds. Observations: whatever flattens to a vector, normalized.
 
     python ppo_continuous_recurrent.py --env-id Pendulum-v1 --mask-velocity
-    python ppo_continuous_recurrent.py --resume runs/NAME  # go on with a stopped or killed run
-    python ppo_continuous_recurrent.py --evaluate runs/NAME --capture-video
-    torchrun --nproc-per-node=2 ppo_continuous_recurrent.py  # the same algorithm in two processes
 
 "Detail n": see "The 37 Implementation Details of Proximal Policy Optimization", Huang et al. 2022.
 """
@@ -317,7 +314,7 @@ class RunningStatistics(nn.Module):
 
 
 class Agent(nn.Module):
-    """Separate actor and critic (details 13, 26). Only parameters and buffers are saved."""
+    """Actor and critic on one GRU, trained by both. Only parameters and buffers are saved."""
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args) -> None:
         super().__init__()
@@ -354,7 +351,7 @@ class Agent(nn.Module):
 
     @torch.compiler.disable  # sizes vary with the pieces
     def get_features(self, obs: Tensor, states: Tensor, is_first: Tensor | None = None) -> Tensor:
-        """What actor and critic see, (B, hidden_size + obs_size): the GRU's states and `obs`.
+        """What actor and critic get as `obs`, (B, hidden_size + obs_size): the GRU's states, `obs`.
 
         `obs`, (B, obs_size), are pieces of episodes, one after the other; each begins where
         `is_first`, (B,), is true, with the row there of `states`, (B, hidden_size): 0 at the start
@@ -372,7 +369,7 @@ class Agent(nn.Module):
         return torch.cat([hidden[position, piece], obs], -1)
 
     def get_states(self, features: Tensor) -> Tensor:
-        """The GRU's states after the observations, which are its output, (B, hidden_size)."""
+        """The GRU's states, (B, hidden_size): its output. For an LSTM: benchmark/stepwise.py."""
         return features[:, : self.hidden_size]
 
     def get_mean_and_log_std(self, output: Array, log_std: Array) -> tuple[Array, Array]:
@@ -686,7 +683,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     next_obs, rewards[t], terminated, truncated, infos = envs.step(actions[t])
                     terminations[t], truncations[t] = terminated, truncated & ~terminated
                     global_step += args.num_envs
-                    next_states = agent.get_states(features)
+                    next_states = agent.get_states(features).clone()
                     next_states[terminated | truncated] = 0
                     for i in np.flatnonzero(terminated | truncated):
                         final_obs[t, i] = infos["final_obs"][i]  # next_obs is of the next episodes
@@ -703,6 +700,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 is_first[:: args.sequence_length] = True
                 pieces = b_obs, b_states, torch.tensor(is_first.T.flatten(), device=device)
                 b_features = agent.get_features(*pieces)
+                differences = (agent.get_states(b_features)[:-1] - b_states[1:])[~pieces[2][1:]]
+                assert not (differences.abs() > 0.01).any(), "get_features differs step by step"
                 again = agent.get_action(b_features[:64], b_noise[:64])
                 close = torch.isclose(again, b_actions[:64], 1e-3, 1e-3, equal_nan=True)
                 assert close.float().mean() > 0.95, "make_act does otherwise than get_action"
