@@ -60,7 +60,7 @@ SHOWN = ["CartPole-v1", "Acrobot-v1", "LunarLander-v3", "HalfCheetah-v5", "Hoppe
 SHOWN += ["Walker2d-v5", "Ant-v5", "Humanoid-v5", "Swimmer-v5"]
 SPEEDS = [  # environment, who, name in the table
     ("CartPole-v1", "ppo.py", "CartPole-v1"),
-    ("HalfCheetah-v5", "ppo_continuous.py (canonical)", "HalfCheetah-v5"),
+    ("HalfCheetah-v5", "ppo_continuous.py (canonical)", "HalfCheetah-v5, one environment"),
     ("ALE/Breakout-v5", "ppo_atari.py", "ALE/Breakout-v5"),
     ("ALE/Breakout-v5", "ppo_atari.py --bf16", "ALE/Breakout-v5, `--bf16`"),
 ]

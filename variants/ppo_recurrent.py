@@ -164,13 +164,12 @@ class FastEnvs(gym.vector.VectorWrapper):
                 import envpool
             except ImportError as error:
                 raise UsageError("--vectorization envpool: pip install envpool") from error
-            seeds = np.random.randint(2**31, size=num_envs).tolist()  # its reset takes none
+            seeds = np.random.randint(2**31, size=num_envs).tolist()  # it takes seeds only here
             envs = envpool.make_gymnasium(args.env_id, seed=seeds, **kwargs)
         super().__init__(envs)
         self.action_space = gym.vector.utils.batch_space(envs.single_action_space, num_envs)
         self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-        shape = envs.single_observation_space.shape
-        self.single_observation_space = Box(-np.inf, np.inf, shape, np.float32)
+        self.single_observation_space = Box(-np.inf, np.inf, envs.single_observation_space.shape)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         self.steps = np.zeros(self.num_envs, int)
@@ -184,7 +183,7 @@ class FastEnvs(gym.vector.VectorWrapper):
         dones = terminations | truncations
         if dones.any():
             infos["final_obs"], self.steps[dones] = obs.copy(), 0
-            if self.is_native:  # its reset is of all environments
+            if self.is_native:  # its reset would be of all environments
                 env = self.env
                 env.state[:, dones] = env.np_random.uniform(env.low, env.high, (4, dones.sum()))
                 obs[dones], env.prev_done[dones] = env.state.T[dones], False
@@ -410,7 +409,7 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, indices: Tensor, args: A
             "losses/clipfrac": (ratio != clipped_ratio).float().mean(),
         }
 
-    # The gradient as one vector: few operations, one message between processes; 0 where unused.
+    # All gradients as one vector: averaged over the processes, then clipped; 0 where unused.
     parameters = [x for g in optimizer.param_groups for x in g["params"] if x.requires_grad]
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     gradient = gather(torch.cat([x.flatten() for x in gradients])[None]).mean(0)
@@ -448,7 +447,7 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group(device_id=torch.device(name) if "cuda" in name else None)
         on_exit.callback(dist.destroy_process_group)
-    on_exit.callback(torch.compiler.reset)  # before the line above: NCCL waits for CUDA graphs
+    on_exit.callback(torch.compiler.reset)  # before the group goes: NCCL waits for CUDA graphs
     return torch.device(name)
 
 
@@ -553,9 +552,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the latest; waits for no worker
         seed_everything(args.seed)  # the same weights in all processes
-        # Weights are contiguous, like their gradients: with others, fused Adam is silently wrong.
+        # Fused Adam is silently wrong where a weight and its gradient differ in memory layout.
         agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
-        rate = torch.tensor(args.learning_rate, device=device)  # each float would compile again
+        rate = torch.tensor(args.learning_rate, device=device)  # each new float would compile again
         optimizer = Adam(agent.parameters(), rate, eps=1e-5, fused=not args.compile)  # detail 3
         if args.resume:  # Adam's moments, but not its settings, which may have changed
             agent.load_state_dict(checkpoint["agent"])
@@ -654,8 +653,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         last_features = agent.get_features(last_obs.to(device), last_states)
                         last_values = agent.get_value(last_features).cpu().numpy()
                     values = b_values.view(shape[::-1]).T.cpu().numpy()
-                    next_values = np.concatenate([values[1:], last_values[None, :local_num_envs]])
-                    next_values[truncations] = last_values[local_num_envs:]
+                    at_end, at_truncations = np.split(last_values, [local_num_envs])
+                    next_values = np.concatenate([values[1:], at_end[None]])
+                    next_values[truncations] = at_truncations
                     deltas = scaled_rewards + args.gamma * next_values * ~terminations - values
                     discounts = args.gamma * args.gae_lambda * ~dones
                     advantages, advantage = np.zeros_like(deltas), 0.0
@@ -665,8 +665,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     b_returns = b_advantages + b_values
                     batch = Batch(*pieces, b_actions, b_logprobs, b_advantages, b_returns, b_values)
                 if epoch == 0:
-                    unexplained = b_advantages.var() / (b_returns.var() + 1e-8)
-                    metrics["losses/explained_variance"].append(1 - unexplained)
+                    explained = 1 - b_advantages.var() / (b_returns.var() + 1e-8)
+                    metrics["losses/explained_variance"].append(explained)
                     for name in ("values", "returns", "advantages"):
                         metrics[f"debug/{name}"].append(getattr(batch, name).mean())
 
@@ -678,10 +678,10 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     kls = metrics["losses/approx_kl"]
                     if args.target_kl and max(gather(kls[-1][None]).tolist()) > 5 * args.target_kl:
                         break  # after tiny gradients, Adam's steps are large: end a collapse early
-                if args.target_kl is not None:
+                if args.target_kl:
                     recent_kls = gather(torch.stack(kls[-args.num_minibatches :]))
                     if recent_kls.mean() > args.target_kl or recent_kls.max() > 5 * args.target_kl:
-                        break
+                        break  # the epoch's mean is too large, or the loop above was left
 
             # Log
             means = gather(torch.stack([torch.stack(x).mean() for x in metrics.values()])[None])
@@ -715,11 +715,10 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 tqdm.write(f"no episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
                 writer.flush()
-                checkpoint = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
-                checkpoint |= {"iteration": iteration + 1, "last_returns": last_returns}
-                arguments = asdict(args) | {"resume": None}
-                checkpoint["args"] = json.dumps(arguments, default=np.generic.item)
-                torch.save(checkpoint, folder / "checkpoint.tmp")
+                text = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)
+                saved = {"iteration": iteration + 1, "last_returns": last_returns, "args": text}
+                saved |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(saved, folder / "checkpoint.tmp")
                 os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # all or nothing
                 if args.eval_checkpoints and is_cut and not is_last:  # all is seeded anew after it
                     log(writer, evaluate(args, folder), global_step)
@@ -743,8 +742,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
-        if args.resume or args.evaluate:  # parse again: the run's own arguments are the defaults
-            saved = load_checkpoint(args.resume or args.evaluate)["args"]
+        if folder := args.resume or args.evaluate:  # parse again, by default the run's arguments
+            saved = load_checkpoint(folder)["args"]
             args = tyro.cli(Args, default=replace(saved, env_kwargs={}))
             args.env_kwargs = saved.env_kwargs | args.env_kwargs  # tyro merges no dictionaries
         if args.evaluate:
