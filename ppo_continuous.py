@@ -687,7 +687,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     kls = metrics["losses/approx_kl"]
                     if args.target_kl and max(gather(kls[-1][None]).tolist()) > 5 * args.target_kl:
                         break  # after tiny gradients, Adam's steps are large: end a collapse early
-                if args.target_kl:
+                if args.target_kl is not None:
                     recent_kls = gather(torch.stack(kls[-args.num_minibatches :]))
                     if recent_kls.mean() > args.target_kl or recent_kls.max() > 5 * args.target_kl:
                         break  # the epoch's mean is too large, or the loop above was left
