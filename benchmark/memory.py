@@ -7,8 +7,8 @@
     python benchmark/memory.py --peer-python /tmp/sb3/bin/python --learn   # its returns
 
 Nothing else should run on the machine while speed is measured. All have the same settings and take
-turns; speeds are as in speed.py. "stepwise" is ours with a GRU that goes step by step through the
-sequences. Rows go to benchmark/results/memory-speed.csv and sb3-recurrent.csv; what ours reach is
+turns; speeds are as in speed.py. "stepwise" and "gru" are ours with another memory (memories.py).
+Rows go to benchmark/results/memory-speed.csv and sb3-recurrent.csv; what ours reach is
 in runs.csv (run.py).
 """
 
@@ -22,10 +22,14 @@ from provenance import provenance
 from run import ROOT, append, read
 from speed import measure
 
-STEPS = 51_200
+STEPS = 25_600
 FLAGS = f"--mask-velocity --total-timesteps {STEPS} --num-envs 8 --num-steps 32 --num-minibatches 1"
 FLAGS += " --update-epochs 20 --learning-rate 1e-3 --gamma 0.98 --gae-lambda 0.8 --ent-coef 0"
-OURS = {"ppo_recurrent.py": "variants/ppo_recurrent.py", "stepwise": "benchmark/stepwise.py"}
+OURS = {
+    "ppo_recurrent.py": ("variants/ppo_recurrent.py", FLAGS),
+    "stepwise": ("benchmark/memories.py", f"--memory stepwise {FLAGS}"),
+    "gru": ("benchmark/memories.py", f"--memory gru {FLAGS}"),
+}
 LEARNED = {  # steps of three seeds
     "LunarLander-v3": 300_000,
     "popgym-RepeatPreviousEasy-v0": 300_000,
@@ -52,12 +56,12 @@ def peer(args: Args, env_id: str, steps: int, seed: int) -> dict[str, float]:
 
 
 def speed(args: Args) -> None:
-    """Time all three on CartPole, alternately."""
+    """Time all of them on CartPole, alternately."""
     rows = []
     for turn in range(args.rounds):
         theirs = peer(args, "CartPole-v1", STEPS, 1)
         found = {"RecurrentPPO": round(theirs["steps_per_s"])}
-        found |= {who: measure(script, FLAGS)["steps_per_s"] for who, script in OURS.items()}
+        found |= {who: measure(*command)["steps_per_s"] for who, command in OURS.items()}
         rows += [{"round": turn, "who": who, "steps_per_s": x} for who, x in found.items()]
         print(found, flush=True)
     append("memory-speed.csv", [row | provenance() for row in rows])

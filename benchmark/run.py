@@ -98,10 +98,10 @@ MEMORY = [
     ("variants/ppo_recurrent.py", "popgym:popgym-RepeatFirstEasy-v0", THREE, RECALL),
     ("ppo.py", "popgym:popgym-RepeatFirstEasy-v0", THREE, RECALL),
     *(
-        ("benchmark/stepwise.py", task, THREE, f"--lstm --hidden-size 128 {flags}")
+        ("benchmark/memories.py", task, THREE, f"--memory gru {flags}")
         for task, flags in {
             "CartPole-v1": f"--mask-velocity {POLES}",
-            "popgym:popgym-RepeatPreviousEasy-v0": RECALL.replace("--compile ", ""),
+            "popgym:popgym-RepeatPreviousEasy-v0": RECALL,
         }.items()
     ),
 ]

@@ -23,27 +23,27 @@ ROOT = Path(__file__).parent.parent
 RECURRENT = [ppo_recurrent, ppo_continuous_recurrent]
 
 
-def remembered(agent: Any, obs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """The GRU's equations (arXiv:1406.1078, in PyTorch's form) for one observation and state."""
+def remembered(agent: Any, obs: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The LSTM's equations (in PyTorch's form) for one observation: its features, and the state."""
     if hasattr(agent, "obs_statistics"):
         obs = agent.normalize(obs, agent.obs_statistics.mean, agent.obs_statistics.var)
-    gru = agent.gru
-    from_obs = gru.weight_ih_l0 @ obs + gru.bias_ih_l0
-    from_state = gru.weight_hh_l0 @ state + gru.bias_hh_l0
-    (r, z, n), (hr, hz, hn) = from_obs.chunk(3), from_state.chunk(3)
-    reset, keep = (r + hr).sigmoid(), (z + hz).sigmoid()
-    return torch.cat([(1 - keep) * (n + reset * hn).tanh() + keep * state, obs])
+    lstm, (output, cell) = agent.lstm, state.chunk(2)
+    from_obs = lstm.weight_ih_l0 @ obs + lstm.bias_ih_l0
+    i, f, g, o = (from_obs + lstm.weight_hh_l0 @ output + lstm.bias_hh_l0).chunk(4)
+    cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+    output = o.sigmoid() * cell.tanh()
+    return torch.cat([output, obs]), torch.cat([output, cell])
 
 
 def made(script: Any, **flags: Any) -> Any:
-    """An agent whose GRU has biases."""
+    """An agent whose LSTM has biases."""
     args = script.Args(**SHORT[script.__name__] | flags)
     envs = script.make_envs(args, 2)
     torch.manual_seed(1)
     agent = script.Agent(envs, args)
     envs.close()
-    torch.nn.init.normal_(agent.gru.bias_ih_l0)
-    torch.nn.init.normal_(agent.gru.bias_hh_l0)
+    torch.nn.init.normal_(agent.lstm.bias_ih_l0)
+    torch.nn.init.normal_(agent.lstm.bias_hh_l0)
     return agent
 
 
@@ -60,37 +60,34 @@ def test_difference(name: str) -> None:
 def test_features(script: Any) -> None:
     """Pieces of an episode or several give what the equations give, step by step."""
     agent = made(script)
-    size = agent.gru.input_size
-    obs, states = torch.randn(11, size), torch.randn(11, 64)
+    obs, states = torch.randn(11, agent.lstm.input_size), torch.randn(11, 128)
     is_first = torch.zeros(11, dtype=torch.bool)
     is_first[[0, 4, 5, 9]] = True
     expected, state = [], None
     for t in range(11):
-        expected.append(remembered(agent, obs[t], states[t] if is_first[t] else state))
-        state = expected[-1][:64]
-    features = agent.get_features(obs, states, is_first)
-    torch.testing.assert_close(features, torch.stack(expected))
-    torch.testing.assert_close(agent.get_states(features), torch.stack(expected)[:, :64])
-    alone = torch.stack([remembered(agent, *pair) for pair in zip(obs, states, strict=True)])
-    torch.testing.assert_close(agent.get_features(obs, states), alone)
+        features, state = remembered(agent, obs[t], states[t] if is_first[t] else state)
+        expected.append(features)
+    torch.testing.assert_close(agent.get_features(obs, states, is_first), torch.stack(expected))
+    alone = zip(*(remembered(agent, *pair) for pair in zip(obs, states, strict=True)), strict=True)
+    for x, y in zip(agent.remember(obs, states), alone, strict=True):
+        torch.testing.assert_close(x, torch.stack(y))
 
 
 @pytest.mark.parametrize("script", RECURRENT)
 def test_gradient_is_of_the_episodes_apart(script: Any) -> None:
     """The gradient of a rollout with ends is the sum of the gradients of its episodes alone."""
     agent = made(script)
-    obs, weights = torch.randn(12, agent.gru.input_size), torch.randn(12)
-    starts, parameters = [0, 3, 8, 12], [*agent.gru.parameters(), *agent.critic.parameters()]
+    obs, weights = torch.randn(12, agent.lstm.input_size), torch.randn(12)
+    starts, parameters = [0, 3, 8, 12], [*agent.lstm.parameters(), *agent.critic.parameters()]
     is_first = torch.zeros(12, dtype=torch.bool)
     is_first[starts[:-1]] = True
-    values = agent.get_value(agent.get_features(obs, torch.zeros(12, 64), is_first))
+    values = agent.get_value(agent.get_features(obs, torch.zeros(12, 128), is_first))
     together = torch.autograd.grad((weights * values).sum(), parameters)
     apart = [torch.zeros_like(x) for x in parameters]
     for start, end in itertools.pairwise(starts):
-        state, loss = torch.zeros(64), 0.0
+        state, loss = torch.zeros(128), 0.0
         for t in range(start, end):
-            features = remembered(agent, obs[t], state)
-            state = features[:64]
+            features, state = remembered(agent, obs[t], state)
             loss = loss + weights[t] * agent.get_value(features[None])[0]
         for x, gradient in zip(apart, torch.autograd.grad(loss, parameters), strict=True):
             x += gradient
@@ -131,12 +128,12 @@ def test_ratio_is_one_at_first(script: Any) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("script", RECURRENT)
 def test_advantages(script: Any, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Advantages against the sum, with the state of each step; after a cut, its last observation's.
+    """Advantages against the sum, last observations' values with the states that the rollout had.
 
     Each sequence begins with the state that the rollout had there.
     """
     patterns, scaled, compared = ["----", "--t-c", "c--b-t", "tcb"], [], []
-    num_envs, num_steps, length, latest = 4, 16, 8, [None]
+    num_envs, num_steps, length, latest, rolled = 4, 16, 8, [None], {}
     scale_rewards = script.Agent.scale_rewards
 
     def keep(agent: Any, *rest: Any) -> np.ndarray:
@@ -159,9 +156,11 @@ def test_advantages(script: Any, recompute: bool, monkeypatch: pytest.MonkeyPatc
                 if over or t % length == 0:
                     state = states[i, t]
                 with torch.no_grad():
-                    features = remembered(agent, torch.as_tensor(obs), state)
-                    state = features[: agent.hidden_size]
-                    after = remembered(agent, torch.as_tensor(next_obs), state)
+                    features, state = remembered(agent, torch.as_tensor(obs), state)
+                    rollouts = rolled.setdefault((i, start + t), state)
+                    is_last = terminated or truncated or t + 1 == num_steps
+                    pair = torch.as_tensor(next_obs), rollouts if is_last else state
+                    after, _ = remembered(agent, *pair)
                     both = agent.get_value(torch.stack([features, after]))
                 values.append(both[0].double().numpy())
                 next_values.append(both[1].double().numpy())
@@ -208,11 +207,11 @@ def test_pieces_are_the_steps(script: Any, monkeypatch: pytest.MonkeyPatch) -> N
     """A memory that is another in pieces than in the rollout's steps ends the run."""
     get_features = script.Agent.get_features
 
-    def forget(agent: Any, obs: Any, states: Any, is_first: Any = None) -> torch.Tensor:
-        return get_features(agent, obs, states if is_first is None else 0 * states, is_first)
+    def forget(agent: Any, obs: Any, states: Any, is_first: Any) -> torch.Tensor:
+        return get_features(agent, obs, 0 * states, is_first)
 
     monkeypatch.setattr(script.Agent, "get_features", forget)
-    with pytest.raises(AssertionError, match="step by step"):
+    with pytest.raises(AssertionError, match="otherwise than remember"):
         script.train(script.Args(**SHORT[script.__name__]))
 
 

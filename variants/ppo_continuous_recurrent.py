@@ -6,7 +6,7 @@
 # ///
 """Proximal Policy Optimization (PPO, arXiv:1707.06347) with a memory, in a single file.
 
-ppo_continuous.py with a GRU, for what isn't seen in one observation; `diff` the two.
+ppo_continuous.py with an LSTM, for what isn't seen in one observation; `diff` the two.
 Actions: Box, with bounds. Observations: whatever flattens to a vector, normalized.
 
     python ppo_continuous_recurrent.py --env-id Pendulum-v1 --mask-velocity
@@ -67,8 +67,8 @@ class Args:
     stagger: bool = True  # begin first episodes at a random step of the time limit, unreported
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project there
-    hidden_size: int = 64  # of the GRU
-    mask_velocity: bool = False  # hide the velocities of the environments in VELOCITIES
+    hidden_size: int = 64  # of the LSTM
+    mask_velocity: bool = False  # hide the velocities of the environments in VISIBLE
 
     checkpoint_interval: int = 100  # iterations between checkpoints, which cut episodes; 0: at end
     eval_episodes: int = 10  # greedy episodes to evaluate, after the training or with --evaluate
@@ -100,8 +100,9 @@ Array = Tensor | np.ndarray
 FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "squash", "state_std"]  # in a resumed run
 FIXED += ["hidden_size", "mask_velocity"]
 
-# Which observations are velocities.
-VELOCITIES = {"CartPole-v1": [1, 3], "Pendulum-v1": [2], "LunarLander-v3": [2, 3, 5]}
+# Observations are multiplied by it: 0 where they are velocities.
+VISIBLE = {"CartPole-v1": [1, 0, 1, 0], "Pendulum-v1": [1, 1, 0]}
+VISIBLE["LunarLander-v3"] = [1, 1, 0, 0, 1, 0, 1, 1]
 
 
 class UsageError(Exception):
@@ -116,8 +117,8 @@ def check(args: Args) -> None:
     natural = ["seed", "num_threads", "checkpoint_interval", "eval_episodes"]
     bad += [x for x in natural if getattr(args, x) < 0]
     bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
-    if args.mask_velocity and args.env_id not in VELOCITIES:
-        raise UsageError(f"mask_velocity is for {', '.join(VELOCITIES)}")
+    if args.mask_velocity and args.env_id not in VISIBLE:
+        raise UsageError(f"mask_velocity is for {', '.join(VISIBLE)}")
     if bad:
         raise UsageError(f"out of range: {', '.join(f'{x} {getattr(args, x)}' for x in bad)}")
     batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
@@ -229,10 +230,8 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
         if video_folder:
             env = gym.wrappers.RecordVideo(env, str(video_folder), lambda i: i < args.eval_episodes)
         if args.mask_velocity:
-            visible = np.ones(env.observation_space.shape, np.float32)
-            visible[VELOCITIES[args.env_id]] = 0
-            space = env.observation_space
-            env = gym.wrappers.TransformObservation(env, lambda obs: obs * visible, space)
+            visible = np.float32(VISIBLE[args.env_id])
+            env = gym.wrappers.TransformObservation(env, lambda obs: obs * visible, None)
         return FlatEnv(env)
 
     try:
@@ -313,15 +312,15 @@ class RunningStatistics(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic on one GRU, trained by both. Only parameters and buffers are saved."""
+    """Actor and critic on one LSTM, trained by both. Only parameters and buffers are saved."""
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args) -> None:
         super().__init__()
         obs_size = envs.single_observation_space.shape[0]
         self.num_actions = envs.single_action_space.shape[0]
         self.squash, self.state_std = args.squash, args.state_std
-        self.gru, self.hidden_size = nn.GRU(obs_size, args.hidden_size), args.hidden_size
-        for name, x in self.gru.named_parameters():
+        self.lstm = nn.LSTM(obs_size, args.hidden_size)
+        for name, x in self.lstm.named_parameters():
             nn.init.zeros_(x) if "bias" in name else nn.init.orthogonal_(x)
         size = args.hidden_size + obs_size  # actor and critic see both
         self.actor = nn.Sequential(
@@ -348,28 +347,32 @@ class Agent(nn.Module):
         """Observations as deviations from the mean, clipped (details 28, 29); arrays or tensors."""
         return ((obs - mean) / (var + 1e-8) ** 0.5).clip(-10, 10)
 
-    @torch.compiler.disable  # sizes vary with the pieces
-    def get_features(self, obs: Tensor, states: Tensor, is_first: Tensor | None = None) -> Tensor:
-        """What actor and critic get as `obs`, (B, hidden_size + obs_size): the GRU's states, `obs`.
+    def remember(self, obs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The features of one observation each, (B, obs_size), and the states after it.
 
-        `obs`, (B, obs_size), are pieces of episodes, one after the other; each begins where
-        `is_first`, (B,), is true, with the row there of `states`, (B, hidden_size): 0 at the start
-        of an episode. Without it, each observation is a piece. A piece is a row of one padded call.
+        Features, (B, hidden_size + obs_size), are what actor and critic get as `obs`: the LSTM's
+        output beside `obs`. States, (B, 2 * hidden_size): output and cell; 0 as an episode starts.
         """
         obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.var)
-        if is_first is None:
-            return torch.cat([self.gru(obs[None], states[None])[0][0], obs], -1)
+        states = [x.contiguous() for x in states[None].chunk(2, -1)]
+        outputs, states = self.lstm(obs[None], states)
+        return torch.cat([outputs[0], obs], -1), torch.cat(states, -1)[0]
+
+    @torch.compiler.disable  # sizes vary with the pieces
+    def get_features(self, obs: Tensor, states: Tensor, is_first: Tensor) -> Tensor:
+        """The features of pieces of episodes, which go through the LSTM at once, as padded rows.
+
+        They lie end to end; each begins where `is_first`, (B,), is true, with the state there.
+        """
+        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.var)
         firsts = is_first.nonzero().squeeze(-1)
         piece = is_first.cumsum(0) - 1
         position = torch.arange(len(obs), device=obs.device) - firsts[piece]
         padded = obs.new_zeros(int(position.max()) + 1, len(firsts), obs.shape[-1])
         padded[position, piece] = obs
-        hidden, _ = self.gru(padded, states[None, firsts])
-        return torch.cat([hidden[position, piece], obs], -1)
-
-    def get_states(self, features: Tensor) -> Tensor:
-        """The GRU's states, (B, hidden_size): its output. For an LSTM: benchmark/stepwise.py."""
-        return features[:, : self.hidden_size]
+        states = [x.contiguous() for x in states[None, firsts].chunk(2, -1)]
+        outputs, _ = self.lstm(padded, states)
+        return torch.cat([outputs[position, piece], obs], -1)
 
     def get_mean_and_log_std(self, output: Array, log_std: Array) -> tuple[Array, Array]:
         """From the actor's output, (B, num_actions); without state_std, log_std has no B."""
@@ -430,12 +433,13 @@ class Agent(nn.Module):
         return (rewards / math.sqrt(self.return_statistics.var + 1e-8)).clip(-10, 10)
 
     @torch.no_grad()
-    def finish_iteration(self, obs: Tensor, features: Tensor) -> dict[str, float]:
+    def finish_iteration(self, obs: Tensor, *memory: Tensor) -> dict[str, float]:
         """Adapt to observations that were learned from; return scalars to log: here, the std.
 
         Only now, so that the policy stays the same throughout a rollout and its update.
         """
         self.log_std.clamp_(self.log_std_min)
+        features = self.get_features(obs, *memory)
         std = gather(self.get_distribution(features)[1].exp()).mean().item()
         self.obs_statistics.update(obs)
         return {"charts/policy_std": std}
@@ -574,10 +578,10 @@ def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
     with closing(make_envs(args, 1, video_folder if args.capture_video else None)) as envs:
         agent = Agent(envs, args).requires_grad_(False)
         load_checkpoint(folder, agent)
-        (obs, _), states = envs.reset(seed=seed), torch.zeros(1, args.hidden_size)
+        obs, _ = envs.reset(seed=seed)
+        states = torch.zeros(1, 2 * args.hidden_size)
         while len(returns) < args.eval_episodes:
-            features = agent.get_features(torch.as_tensor(obs), states)
-            states = agent.get_states(features)
+            features, states = agent.remember(torch.as_tensor(obs), states)
             actions = agent.get_action(features)
             obs, _, _, _, infos = envs.step(actions.numpy())
             if "episode" in infos:
@@ -647,7 +651,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
         rewards = np.zeros(shape, np.float32)
         terminations, truncations = np.zeros((2, *shape), bool)
-        states = torch.zeros(*shape, args.hidden_size, device=device)  # before each observation
+        states, states_after = torch.zeros(2, *shape, 2 * args.hidden_size, device=device)
 
         in_loop = on_exit.enter_context(ExitStack())  # what ends before the last evaluation
         start_time, mean_return = time.perf_counter(), float(np.mean(last_returns or np.nan))
@@ -664,7 +668,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     seed_everything(args.seed, iteration, rank)
                     envs = make_envs(args, local_num_envs)
                 next_obs, _ = envs.reset(seed=seed_everything(args.seed, iteration, rank))
-                num_ended, next_states = 0, torch.zeros_like(states[0])
+                num_ended = 0
+                next_states = torch.zeros_like(states[0])
             is_cut, is_last = (iteration + 1) % interval == 0, iteration + 1 == num_iterations
             if args.anneal_lr:  # detail 4
                 for group, base in zip(optimizer.param_groups, learning_rates, strict=True):
@@ -676,13 +681,15 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             with torch.no_grad():
                 act, noise = agent.make_act(), agent.sample_noise(*shape).numpy()
                 for t in range(args.num_steps):
-                    obs[t], states[t] = next_obs, next_states
-                    features = agent.get_features(torch.tensor(next_obs, device=device), states[t])
+                    obs[t] = next_obs
+                    states[t] = next_states
+                    on_device = torch.tensor(next_obs, device=device)
+                    features, next_states = agent.remember(on_device, states[t])
                     actions[t] = act(features.numpy(force=True), noise[t])
                     next_obs, rewards[t], terminated, truncated, infos = envs.step(actions[t])
                     terminations[t], truncations[t] = terminated, truncated & ~terminated
                     global_step += args.num_envs
-                    next_states = agent.get_states(features).clone()
+                    states_after[t] = next_states
                     next_states[terminated | truncated] = 0
                     for i in np.flatnonzero(terminated | truncated):
                         final_obs[t, i] = infos["final_obs"][i]  # next_obs is of the next episodes
@@ -699,8 +706,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 is_first[:: args.sequence_length] = True
                 pieces = b_obs, b_states, torch.tensor(is_first.T.flatten(), device=device)
                 b_features = agent.get_features(*pieces)
-                differences = (agent.get_states(b_features)[:-1] - b_states[1:])[~pieces[2][1:]]
-                assert not (differences.abs() > 0.01).any(), "get_features differs step by step"
+                outputs = states_after.transpose(0, 1).flatten(0, 1)[:, : args.hidden_size]
+                differences = (b_features[:, : args.hidden_size] - outputs).abs()
+                assert not (differences > 0.01).any(), "get_features does otherwise than remember"
                 again = agent.get_action(b_features[:64], b_noise[:64])
                 close = torch.isclose(again, b_actions[:64], 1e-3, 1e-3, equal_nan=True)
                 assert close.float().mean() > 0.95, "make_act does otherwise than get_action"
@@ -714,13 +722,11 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 if epoch == 0 or args.recompute_advantages:
                     last_obs = torch.from_numpy(np.concatenate([next_obs, final_obs[truncations]]))
                     with torch.no_grad():
-                        if epoch > 0:
-                            b_features = agent.get_features(*pieces)
-                            b_values = agent.get_value(b_features)
-                        after = agent.get_states(b_features).view(*shape[::-1], -1).transpose(0, 1)
-                        last_states = torch.cat([after[-1], after[truncations]])
-                        last_features = agent.get_features(last_obs.to(device), last_states)
+                        last_states = torch.cat([next_states, states_after[truncations]])
+                        last_features, _ = agent.remember(last_obs.to(device), last_states)
                         last_values = agent.get_value(last_features).cpu().numpy()
+                        if epoch > 0:
+                            b_values = agent.get_value(agent.get_features(*pieces))
                     values = b_values.view(shape[::-1]).T.cpu().numpy()
                     at_end, at_truncations = np.split(last_values, [local_num_envs])
                     next_values = np.concatenate([values[1:], at_end[None]])
@@ -759,7 +765,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 if not np.isfinite(x).all():
                     where = f"in iteration {iteration}, up to step {global_step}"
                     raise UsageError(f"{name} became infinite or nan {where}")
-            scalars |= agent.finish_iteration(b_obs, b_features)  # changes the agent, so not before
+            scalars |= agent.finish_iteration(*pieces)  # changes the agent, so not before
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
             scalars["charts/SPS"] = (global_step - start_step) / (time.perf_counter() - start_time)
             gathered = [(episodes, signals)] * world_size
