@@ -94,9 +94,7 @@ class Args:
 Array = Tensor | np.ndarray
 FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "mask_actions"]  # in a resumed run
 FIXED += ["hidden_size", "mask_velocity"]
-
-# Observations are multiplied by it: 0 where they are velocities.
-VISIBLE = {"CartPole-v1": [1, 0, 1, 0], "Pendulum-v1": [1, 1, 0]}
+VISIBLE = {"CartPole-v1": [1, 0, 1, 0], "Pendulum-v1": [1, 1, 0]}  # 0 where it is a velocity
 VISIBLE["LunarLander-v3"] = [1, 1, 0, 0, 1, 0, 1, 1]
 
 
@@ -117,7 +115,7 @@ def check(args: Args) -> None:
     if bad:
         raise UsageError(f"out of range: {', '.join(f'{x} {getattr(args, x)}' for x in bad)}")
     batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
-    parts = args.num_minibatches * world_size * args.sequence_length
+    parts = args.num_minibatches * world_size * max(args.sequence_length, 2)
     if batch_size % parts or args.num_steps % args.sequence_length or args.num_envs % world_size:
         need = f"num_minibatches * {world_size} processes * sequence_length = {parts} equal parts"
         need += ", num_steps into sequences"
@@ -290,7 +288,8 @@ class Agent(nn.Module):
         self.lstm = nn.LSTM(obs_size, args.hidden_size)
         for name, x in self.lstm.named_parameters():
             nn.init.zeros_(x) if "bias" in name else nn.init.orthogonal_(x)
-        size = args.hidden_size + obs_size  # actor and critic see both
+        self.lstm.bias_hh_l0.data[args.hidden_size : 2 * args.hidden_size] = 1  # forget less
+        size = args.hidden_size + obs_size  # the output, then the observation
         self.actor = nn.Sequential(
             layer_init(nn.Linear(size, 64)),
             nn.Tanh(),
@@ -310,20 +309,20 @@ class Agent(nn.Module):
         self.actor[-1].bias.data[is_padding.flatten()] = -1e8
 
     def remember(self, obs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The features of one observation each, (B, obs_size), and the states after it.
+        """One step: the features of observations, (B, obs_size), and the states after them.
 
-        Features, (B, hidden_size + obs_size), are what actor and critic get as `obs`: the LSTM's
-        output beside `obs`. States, (B, 2 * hidden_size): output and cell; 0 as an episode starts.
+        Features, (B, hidden_size + obs_size), go to actor and critic as `obs`: the LSTM's output,
+        then `obs`, a mask last. States, (B, 2 * hidden_size): output, cell; 0 as an episode starts.
         """
-        states = [x.contiguous() for x in states[None].chunk(2, -1)]
+        states = [x.contiguous() for x in states[None].chunk(2, -1)]  # as cuDNN wants them
         outputs, states = self.lstm(obs[None], states)
         return torch.cat([outputs[0], obs], -1), torch.cat(states, -1)[0]
 
     @torch.compiler.disable  # sizes vary with the pieces
     def get_features(self, obs: Tensor, states: Tensor, is_first: Tensor) -> Tensor:
-        """The features of pieces of episodes, which go through the LSTM at once, as padded rows.
+        """The features of steps that lie end to end, by one call of the LSTM, on padded rows.
 
-        They lie end to end; each begins where `is_first`, (B,), is true, with the state there.
+        Where `is_first`, (B,), a piece begins with its state there; no gradient goes further back.
         """
         firsts = is_first.nonzero().squeeze(-1)
         piece = is_first.cumsum(0) - 1
@@ -437,6 +436,7 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
     on_exit.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.rnn.fp32_precision = "ieee"  # else TF32, another one for acting
     name = args.device
     if name == "auto":
         name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
@@ -626,7 +626,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
-                # One environment's steps after the other's, in pieces of episodes and sequences.
+                # Environment by environment. A piece begins with an episode or a sequence.
                 b_obs = torch.tensor(obs.swapaxes(0, 1), device=device).flatten(0, 1)
                 b_actions = torch.tensor(actions.swapaxes(0, 1), device=device).flatten(0, 1)
                 b_noise = torch.tensor(noise.swapaxes(0, 1), device=device).flatten(0, 1)
@@ -634,12 +634,11 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 is_first = np.roll(terminations | truncations, 1, 0)
                 is_first[:: args.sequence_length] = True
                 pieces = b_obs, b_states, torch.tensor(is_first.T.flatten(), device=device)
-                b_features = agent.get_features(*pieces)
-                outputs = states_after.transpose(0, 1).flatten(0, 1)[:, : args.hidden_size]
-                differences = (b_features[:, : args.hidden_size] - outputs).abs()
+                b_features = agent.get_features(b_obs.clone(), *pieces[1:])  # networks get clones
+                differences = (b_features - agent.remember(b_obs.clone(), b_states)[0]).abs()
                 assert not (differences > 0.01).any(), "get_features does otherwise than remember"
-                again = agent.get_action(b_features[:64], b_noise[:64])
-                close = torch.isclose(again, b_actions[:64], 1e-3, 1e-3, equal_nan=True)
+                again = agent.get_action(b_features[::8], b_noise[::8])
+                close = torch.isclose(again, b_actions[::8], 1e-3, 1e-3, equal_nan=True)
                 assert close.float().mean() > 0.95, "make_act does otherwise than get_action"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_features, b_actions)
             dones = terminations | truncations
