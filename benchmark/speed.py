@@ -50,9 +50,15 @@ CASES = {  # environment: script, steps, variants of ours
     ),
     "ALE/Breakout-v5": ("ppo_atari.py", 8192, ["", "--compile", "--bf16", "--bf16 --compile"]),
 }
+PEER_STEPS = {  # environment: steps of Stable-Baselines3
+    "CartPole-v1": 25_600,
+    "CartPole-v1, 64 environments": 81_920,
+    "HalfCheetah-v5": 16_384,
+    "ALE/Breakout-v5": 8192,
+}
 CLEANRL = {  # environment: its script, flags; its HalfCheetah is v4, as gymnasium's was then
-    "CartPole-v1": "ppo.py --total-timesteps 51200",
-    "CartPole-v1, 64 environments": "ppo.py --num-envs 64 --total-timesteps 409600",
+    "CartPole-v1": "ppo.py --total-timesteps 25600",
+    "CartPole-v1, 64 environments": "ppo.py --num-envs 64 --total-timesteps 163840",
     "HalfCheetah-v5": "ppo_continuous_action.py --env-id HalfCheetah-v4 --total-timesteps 16384",
 }
 FIGURES = ["first_iteration_s", "peak_mib", "steps_per_s"]
@@ -109,7 +115,8 @@ def compare(args: Args) -> None:
         rows = []
         for round_number in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:
-                command = [args.peer_python, ROOT / "benchmark/sb3_ppo.py", env_id, str(steps)]
+                sb3 = ROOT / "benchmark/sb3_ppo.py"
+                command = [args.peer_python, sb3, env_id, str(PEER_STEPS[env_id])]
                 peer = subprocess.run(
                     command, cwd=folder, capture_output=True, text=True, check=True
                 )

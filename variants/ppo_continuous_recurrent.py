@@ -357,7 +357,7 @@ class Agent(nn.Module):
         outputs, states = self.lstm(obs[None], states)
         return torch.cat([outputs[0], obs], -1), torch.cat(states, -1)[0]
 
-    @torch.compiler.disable  # sizes vary with the pieces
+    @torch.compiler.disable  # sizes vary with the pieces; an encoder here isn't compiled, either
     def get_features(self, obs: Tensor, states: Tensor, is_first: Tensor) -> Tensor:
         """The features of steps that lie end to end, by one call of the LSTM, on padded rows.
 
@@ -702,7 +702,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 b_noise = torch.tensor(noise.swapaxes(0, 1), device=device).flatten(0, 1)
                 b_states = states.transpose(0, 1).flatten(0, 1)
                 is_first = np.roll(terminations | truncations, 1, 0)
-                is_first[:: args.sequence_length] = True
+                is_first[:: args.sequence_length] = True  # of a piece: its state needn't be 0
                 pieces = b_obs, b_states, torch.tensor(is_first.T.flatten(), device=device)
                 b_features = agent.get_features(b_obs.clone(), *pieces[1:])  # networks get clones
                 differences = (b_features - agent.remember(b_obs.clone(), b_states)[0]).abs()
