@@ -234,15 +234,15 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     usable = isinstance(space, Box) and space.dtype.kind == "f"
     if not usable or np.abs([space.low, space.high]).max() > 1e9:
         raise UsageError(f"actions {space} have no float bounds: wrap {args.env_id}, or use ppo.py")
-    low, high = space.low, space.high
+    center, radius = (space.low + space.high) / 2, (space.high - space.low) / 2
 
     def to_bounds(actions: np.ndarray) -> np.ndarray:
         actions = np.tanh(actions) if args.squash else actions
-        actions = (low + high) / 2 + (high - low) / 2 * actions.reshape(shape)
-        return np.minimum(np.maximum(actions, low), high).astype(space.dtype)
+        actions = center + radius * actions.reshape(shape)
+        return np.minimum(np.maximum(actions, space.low), space.high).astype(space.dtype)
 
     envs = Staggered(envs) if args.stagger and num_envs > 1 else RecordEpisodeStatistics(envs)
-    unbounded = Box(-np.inf, np.inf, (low.size,))
+    unbounded = Box(-np.inf, np.inf, (center.size,))
     return TransformAction(envs, to_bounds, single_action_space=unbounded)
 
 

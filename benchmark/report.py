@@ -232,15 +232,56 @@ def speeds() -> str:
     return table(columns, lines)
 
 
-def short_speeds() -> str:
-    """The medians of the ratios, on the machine with the latest rows."""
+def cleanrl_speeds() -> str:
+    """Medians of the ratios to CleanRL's scripts and to environments one after another."""
     groups, lines = speed_rows(), []
-    machine = list(groups)[-1][0]
+    for (machine, env_id, who), rows in groups.items():
+        cleanrl = groups.get((machine, env_id, "CleanRL"))
+        if cleanrl and who not in ("CleanRL", "Stable-Baselines3"):
+            peers = [cleanrl, groups[machine, env_id, who.split(" --vec")[0]]]
+            found = [ratios(rows, peer) for peer in peers]
+            cells = [f"{statistics.median(x):.2f} ({min(x):.2f} .. {max(x):.2f})" for x in found]
+            lines.append([env_id, f"`{who}`", cells[0], cells[1] if "--vec" in who else ""])
+    return table(["environment", "who", "of CleanRL's", "of sync's"], lines)
+
+
+def short_speeds() -> str:
+    """The medians of the ratios, on the machine that the last task of them was measured on."""
+    groups, lines = speed_rows(), []
+    machine = [x for x, env_id, _ in groups if env_id == SPEEDS[-1][0]][-1]
     for env_id, who, name in SPEEDS:
         peer = groups[machine, env_id, "Stable-Baselines3"]
         both = [ratios(groups[machine, env_id, x], peer) for x in (who, f"{who} --compile")]
         lines.append([name, *(f"{statistics.median(x):.1f}" for x in both)])
     return table(["", "as it is", "`--compile`"], lines)
+
+
+def sources() -> str:
+    """Medians of sources.csv: speed, and memory, by the number of environments."""
+    groups = defaultdict(list)
+    for row in read("sources.csv"):
+        groups[row["env_id"], row["source"], int(row["num_envs"])].append(row)
+    numbers = sorted({number for _, _, number in groups})
+    lines = []
+    for env_id, source in dict.fromkeys((x, y) for x, y, _ in groups):
+        found = [groups[env_id, source, number] for number in numbers]
+        cells = [f"{median(x, 'steps_per_s'):,.0f} ({median(x, 'peak_mib'):.0f})" for x in found]
+        lines.append([env_id, source, *cells])
+    return table(["environment", "source", *(f"{x}" for x in numbers)], lines)
+
+
+def slow() -> str:
+    """Medians of slow.csv, and of the ratios, with their range."""
+    groups, lines = defaultdict(list), []
+    for row in read("slow.csv"):
+        groups[row["milliseconds"], row["source"]].append(row)
+    for milliseconds in dict.fromkeys(x for x, _ in groups):
+        sync, processes = groups[milliseconds, "sync"], groups[milliseconds, "async"]
+        found = ratios(processes, sync)
+        ratio = f"{statistics.median(found):.2f} ({min(found):.2f} .. {max(found):.2f})"
+        speeds = [f"{median(x, 'steps_per_s'):,.0f}" for x in (sync, processes)]
+        lines.append([milliseconds, *speeds, ratio])
+    return table(["ms a step", "sync, steps/s", "async, steps/s", "ratio"], lines)
 
 
 def measured(rows: list[dict[str, str]]) -> str:
@@ -317,6 +358,9 @@ TABLES = {
     "experiments": lambda: results(EXPERIMENTS, without=tuple(PUBLISHED)),
     "speed": speeds,
     "speed-short": short_speeds,
+    "speed-cleanrl": cleanrl_speeds,
+    "sources": sources,
+    "slow": slow,
     "phases": phases,
 }
 
