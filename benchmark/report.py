@@ -21,6 +21,7 @@ from run import (
     MEMORY,
     MUJOCO,
     ROOT,
+    SOURCES,
     compiled,
     label,
     read,
@@ -360,6 +361,7 @@ TABLES = {
     "speed-short": short_speeds,
     "speed-cleanrl": cleanrl_speeds,
     "sources": sources,
+    "sources-learning": lambda: results(SOURCES, without=(*PUBLISHED, "best")),
     "slow": slow,
     "phases": phases,
 }

@@ -104,12 +104,23 @@ MEMORY = [
         }.items()
     ),
 ]
+# The same with environments of another source.
+SOURCES = [
+    ("ppo.py", "CartPole-v1", FIVE, "--total-timesteps 100000"),
+    ("ppo.py", "CartPole-v1", FIVE, "--total-timesteps 100000 --vectorization native"),
+    *(
+        ("ppo_continuous.py", task, FRESH[:5], f"{compiled(task)}{source}")
+        for task in ("HalfCheetah-v5", "Hopper-v5", "Ant-v5")
+        for source in ("", " --vectorization envpool")
+    ),
+]
 RUNS = {
     "main": MAIN,
     "ablation": ABLATION,
     "held-out": HELD_OUT,
     "experiments": EXPERIMENTS,
     "memory": MEMORY,
+    "sources": SOURCES,
 }
 LOCK = Lock()
 
@@ -120,7 +131,7 @@ class Args:
 
     only: list[str] = field(default_factory=list)  # environments; all if none is named
     flags: str | None = None  # runs with exactly these flags; any if left out
-    table: Literal["main", "ablation", "held-out", "experiments", "memory"] | None = None  # of it
+    table: Literal[tuple(RUNS)] | None = None  # runs of one table only
     jobs: int = 1  # runs at once
 
 
@@ -208,7 +219,7 @@ def main(args: Args) -> None:
         and (script, env_id, flags, str(seed)) not in recorded
     ]
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda job: train(*job), jobs))
+        list(pool.map(lambda job: train(*job), dict.fromkeys(jobs)))
     for script, env_id, _, flags in runs:
         key = {"script": script, "env_id": env_id, "flags": flags}
         rows = [row for row in read("runs.csv") if key.items() <= row.items()]
