@@ -213,7 +213,7 @@ def speeds() -> str:
         cells, peaks = [env_id, f"`{who}`"], []
         # No ratio for those of another time, nor for other hyper-parameters.
         comparable = "empty cache" not in who
-        comparable = comparable and who.removesuffix(" --compile") != "ppo_continuous.py"
+        comparable = comparable and who.split(" --")[0] != "ppo_continuous.py"
         for machine in machines:
             rows = groups.get((machine, env_id, who), [])
             peer = groups.get((machine, env_id, "Stable-Baselines3"))

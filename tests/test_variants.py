@@ -74,6 +74,18 @@ def test_features(script: Any) -> None:
 
 
 @pytest.mark.parametrize("script", RECURRENT)
+def test_forget_gate_begins_open(script: Any) -> None:
+    """Biases are 0, but 1 for the forget gate; recurrent weights are orthogonal (detail 32)."""
+    envs = script.make_envs(args := script.Args(**SHORT[script.__name__]), 2)
+    lstm = script.Agent(envs, args).lstm
+    envs.close()
+    biases = (lstm.bias_ih_l0 + lstm.bias_hh_l0).view(4, 64)  # input, forget, cell, output
+    assert biases.tolist() == [[0] * 64, [1] * 64, [0] * 64, [0] * 64]
+    weights = lstm.weight_hh_l0
+    torch.testing.assert_close(weights.T @ weights, torch.eye(64), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("script", RECURRENT)
 def test_gradient_is_of_the_episodes_apart(script: Any) -> None:
     """The gradient of a rollout with ends is the sum of the gradients of its episodes alone."""
     agent = made(script)

@@ -117,8 +117,7 @@ def check(args: Args) -> None:
     batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
     parts = args.num_minibatches * world_size * max(args.sequence_length, 2)
     if batch_size % parts or args.num_steps % args.sequence_length or args.num_envs % world_size:
-        need = f"num_minibatches * {world_size} processes * sequence_length = {parts} equal parts"
-        need += ", num_steps into sequences"
+        need = f"{parts} equal parts (minibatches, processes, sequences), num_steps into sequences"
         need += f", num_envs into {world_size}"
         raise UsageError(f"num_envs * num_steps = {batch_size} must divide into {need}")
     if args.total_timesteps < batch_size:
@@ -619,8 +618,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     terminations[t], truncations[t] = terminated, truncated & ~terminated
                     global_step += args.num_envs
                     states_after[t] = next_states
-                    next_states[terminated | truncated] = 0
                     for i in np.flatnonzero(terminated | truncated):
+                        next_states[i] = 0
                         final_obs[t, i] = infos["final_obs"][i]  # next_obs is of the next episodes
                     if "episode" in infos:  # a return is nan if the episode was not whole
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
@@ -654,7 +653,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         last_features, _ = agent.remember(last_obs.to(device), last_states)
                         last_values = agent.get_value(last_features).cpu().numpy()
                         if epoch > 0:
-                            b_values = agent.get_value(agent.get_features(*pieces))
+                            b_features = agent.get_features(b_obs.clone(), *pieces[1:])
+                            b_values = agent.get_value(b_features)
                     values = b_values.view(shape[::-1]).T.cpu().numpy()
                     at_end, at_truncations = np.split(last_values, [local_num_envs])
                     next_values = np.concatenate([values[1:], at_end[None]])
