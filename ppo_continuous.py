@@ -286,6 +286,10 @@ class RunningStatistics(nn.Module):
         self.register_buffer("var", torch.ones(shape))
         self.register_buffer("count", torch.tensor(0.0))
 
+    @property
+    def std(self) -> Tensor:
+        return (self.var + 1e-8).sqrt()
+
     def update(self, samples: Tensor) -> None:
         """Take in (B, *shape) samples of all processes (Chan et al. 1979, equation 1.5)."""
         samples = gather(samples)
@@ -324,9 +328,9 @@ class Agent(nn.Module):
         self.return_statistics = RunningStatistics()
         self.discounted_returns = np.zeros(envs.num_envs, np.float32)  # not saved: 0 after a cut
 
-    def normalize(self, obs: Array, mean: Array, var: Array) -> Array:
+    def normalize(self, obs: Array, mean: Array, std: Array) -> Array:
         """Observations as deviations from the mean, clipped (details 28, 29); arrays or tensors."""
-        return ((obs - mean) / (var + 1e-8) ** 0.5).clip(-10, 10)
+        return ((obs - mean) / std).clip(-10, 10)
 
     def get_mean_and_log_std(self, output: Array, log_std: Array) -> tuple[Array, Array]:
         """From the actor's output, (B, num_actions); without state_std, log_std has no B."""
@@ -337,7 +341,7 @@ class Agent(nn.Module):
 
     def get_distribution(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and logarithm of the standard deviation of the actions, as above."""
-        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.var)
+        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.std)
         return self.get_mean_and_log_std(self.actor(obs), self.log_std)
 
     def get_action(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
@@ -349,10 +353,10 @@ class Agent(nn.Module):
         """`get_action` on arrays, made anew for each rollout, which checks that both agree."""
         actor, log_std = in_numpy(self.actor), self.log_std.numpy(force=True)
         obs_mean = self.obs_statistics.mean.numpy(force=True)
-        obs_var = self.obs_statistics.var.numpy(force=True)
+        obs_std = self.obs_statistics.std.numpy(force=True)
 
         def act(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-            output = actor(self.normalize(obs, obs_mean, obs_var))
+            output = actor(self.normalize(obs, obs_mean, obs_std))
             mean, action_log_std = self.get_mean_and_log_std(output, log_std)
             return mean + noise * np.exp(action_log_std)
 
@@ -364,7 +368,7 @@ class Agent(nn.Module):
 
     def get_value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
-        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.var)
+        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.std)
         return self.critic(obs).squeeze(-1)
 
     def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -389,7 +393,7 @@ class Agent(nn.Module):
             returns[t] = self.discounted_returns = gamma * self.discounted_returns + rewards[t]
             self.discounted_returns = self.discounted_returns * ~dones[t]
         self.return_statistics.update(torch.as_tensor(returns.ravel()).to(self.log_std.device))
-        return (rewards / math.sqrt(self.return_statistics.var + 1e-8)).clip(-10, 10)
+        return (rewards / float(self.return_statistics.std)).clip(-10, 10)
 
     @torch.no_grad()
     def finish_iteration(self, obs: Tensor) -> dict[str, float]:

@@ -344,7 +344,7 @@ def test_running_statistics() -> None:
 def normalize(agent: ppo_continuous.Agent, obs: torch.Tensor) -> torch.Tensor:
     """Observations as the agent's networks get them; the same, in floats, for arrays."""
     statistics = agent.obs_statistics
-    tensors = obs, statistics.mean, statistics.var
+    tensors = obs, statistics.mean, statistics.std
     expected = agent.normalize(*tensors)
     arrays = agent.normalize(*(x.numpy() for x in tensors))
     np.testing.assert_allclose(arrays, expected, rtol=1e-6)

@@ -95,7 +95,7 @@ def test_activation(name: str) -> None:
     assert_acts_as_it_learns(rollouts)
     agent, obs = rollouts[-1].agent, rollouts[-1].obs
     if name == "ppo_continuous":
-        obs = agent.normalize(obs, agent.obs_statistics.mean, agent.obs_statistics.var)
+        obs = agent.normalize(obs, agent.obs_statistics.mean, agent.obs_statistics.std)
     for layer in (agent.critic[0], torch.nn.functional.gelu, agent.critic[2]):
         obs = layer(obs)
     obs = agent.critic[4](torch.nn.functional.gelu(obs)).squeeze(-1)
@@ -128,7 +128,7 @@ def test_clamp() -> None:
         x = (obs - statistics.mean) / statistics.var.sqrt()
         return [agent.actor(x.clamp(-limit, limit)) + noise * std for limit in (0.1, 10)]
 
-    change = "** 0.5).clip(-10, 10)", "** 0.5).clip(-0.1, 0.1)"
+    change = "/ std).clip(-10, 10)", "/ std).clip(-0.1, 0.1)"
     rollouts = watched(hacked("ppo_continuous", change), act)
     assert_acts_as_it_learns(rollouts)
     for rollout in rollouts:
@@ -191,7 +191,7 @@ def test_forward_hook(name: str) -> None:
     assert any((x.actions - x.probed).abs().max() > 0.01 for x in rollouts)
 
 
-NORMALIZE = "obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.var)"
+NORMALIZE = "obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.std)"
 IN_PLACE = {
     "get_value": ("ppo", [("self.critic(obs)", "self.critic(obs{})")]),
     "acting": (

@@ -26,7 +26,7 @@ RECURRENT = [ppo_recurrent, ppo_continuous_recurrent]
 def remembered(agent: Any, obs: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The LSTM's equations (in PyTorch's form) for one observation: its features, and the state."""
     if hasattr(agent, "obs_statistics"):
-        obs = agent.normalize(obs, agent.obs_statistics.mean, agent.obs_statistics.var)
+        obs = agent.normalize(obs, agent.obs_statistics.mean, agent.obs_statistics.std)
     lstm, (output, cell) = agent.lstm, state.chunk(2)
     from_obs = lstm.weight_ih_l0 @ obs + lstm.bias_ih_l0
     i, f, g, o = (from_obs + lstm.weight_hh_l0 @ output + lstm.bias_hh_l0).chunk(4)

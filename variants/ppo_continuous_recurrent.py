@@ -298,6 +298,10 @@ class RunningStatistics(nn.Module):
         self.register_buffer("var", torch.ones(shape))
         self.register_buffer("count", torch.tensor(0.0))
 
+    @property
+    def std(self) -> Tensor:
+        return (self.var + 1e-8).sqrt()
+
     def update(self, samples: Tensor) -> None:
         """Take in (B, *shape) samples of all processes (Chan et al. 1979, equation 1.5)."""
         samples = gather(samples)
@@ -341,9 +345,9 @@ class Agent(nn.Module):
         self.return_statistics = RunningStatistics()
         self.discounted_returns = np.zeros(envs.num_envs, np.float32)  # not saved: 0 after a cut
 
-    def normalize(self, obs: Array, mean: Array, var: Array) -> Array:
+    def normalize(self, obs: Array, mean: Array, std: Array) -> Array:
         """Observations as deviations from the mean, clipped (details 28, 29); arrays or tensors."""
-        return ((obs - mean) / (var + 1e-8) ** 0.5).clip(-10, 10)
+        return ((obs - mean) / std).clip(-10, 10)
 
     def remember(self, obs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """One step: the features of observations, (B, obs_size), and the states after them.
@@ -351,7 +355,7 @@ class Agent(nn.Module):
         Features, (B, hidden_size + obs_size), go to actor and critic as `obs`: the LSTM's output,
         then `obs`. States, (B, 2 * hidden_size): output, cell; 0 as an episode starts.
         """
-        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.var)
+        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.std)
         states = [x.contiguous() for x in states[None].chunk(2, -1)]  # as cuDNN wants them
         outputs, states = self.lstm(obs[None], states)
         return torch.cat([outputs[0], obs], -1), torch.cat(states, -1)[0]
@@ -362,7 +366,7 @@ class Agent(nn.Module):
 
         Where `is_first`, (B,), a piece begins with its state there; no gradient goes further back.
         """
-        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.var)
+        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.std)
         firsts = is_first.nonzero().squeeze(-1)
         piece = is_first.cumsum(0) - 1
         position = torch.arange(len(obs), device=obs.device) - firsts[piece]
@@ -428,7 +432,7 @@ class Agent(nn.Module):
             returns[t] = self.discounted_returns = gamma * self.discounted_returns + rewards[t]
             self.discounted_returns = self.discounted_returns * ~dones[t]
         self.return_statistics.update(torch.as_tensor(returns.ravel()).to(self.log_std.device))
-        return (rewards / math.sqrt(self.return_statistics.var + 1e-8)).clip(-10, 10)
+        return (rewards / float(self.return_statistics.std)).clip(-10, 10)
 
     @torch.no_grad()
     def finish_iteration(self, obs: Tensor, *rest: Tensor) -> dict[str, float]:
