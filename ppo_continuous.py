@@ -148,8 +148,8 @@ class FastEnvs(gym.vector.VectorWrapper):
 
     def __init__(self, args: Args, num_envs: int) -> None:
         # EnvPool takes a failure at its limit of steps for a truncation, so the limit is kept here.
-        limit = gym.spec(args.env_id).max_episode_steps or 10**9
-        self.limit = args.env_kwargs.get("max_episode_steps", limit)
+        limit = args.env_kwargs.get("max_episode_steps", gym.spec(args.env_id).max_episode_steps)
+        self.limit = 10**9 if limit in (None, -1) else limit
         kwargs = args.env_kwargs | {"num_envs": num_envs, "max_episode_steps": 10**9}
         self.is_native = args.vectorization == "native"
         if self.is_native:
@@ -210,7 +210,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     if "ALE/" in args.env_id:
         raise UsageError(f"{args.env_id} is a game for ppo_atari.py")
     kwargs = args.env_kwargs | ({"render_mode": "rgb_array"} if video_folder else {})
-    # Without copies, the next step overwrites an observation.
+    # "copy" False: the next step overwrites an observation.
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
 
     def wrap(env: gym.Env) -> gym.Env:
@@ -239,7 +239,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     def to_bounds(actions: np.ndarray) -> np.ndarray:
         actions = np.tanh(actions) if args.squash else actions
         actions = center + radius * actions.reshape(shape)
-        return np.minimum(np.maximum(actions, space.low), space.high).astype(space.dtype)
+        return actions.clip(space.low, space.high).astype(space.dtype)
 
     envs = Staggered(envs) if args.stagger and num_envs > 1 else RecordEpisodeStatistics(envs)
     unbounded = Box(-np.inf, np.inf, (center.size,))
@@ -333,7 +333,7 @@ class Agent(nn.Module):
         return ((obs - mean) / std).clip(-10, 10)
 
     def get_mean_and_log_std(self, output: Array, log_std: Array) -> tuple[Array, Array]:
-        """From the actor's output, (B, num_actions); without state_std, log_std has no B."""
+        """Mean and log_std, each (B, num_actions); without state_std, log_std is (num_actions,)."""
         if not self.state_std:
             return output, log_std  # detail 24
         mean, change = output[:, : self.num_actions], output[:, self.num_actions :]
@@ -390,20 +390,17 @@ class Agent(nn.Module):
         """
         returns = np.zeros_like(rewards)
         for t in range(len(rewards)):
-            returns[t] = self.discounted_returns = gamma * self.discounted_returns + rewards[t]
-            self.discounted_returns = self.discounted_returns * ~dones[t]
-        self.return_statistics.update(torch.as_tensor(returns.ravel()).to(self.log_std.device))
+            returns[t] = gamma * self.discounted_returns + rewards[t]
+            self.discounted_returns = returns[t] * ~dones[t]
+        self.return_statistics.update(torch.tensor(returns.ravel(), device=self.log_std.device))
         return (rewards / float(self.return_statistics.std)).clip(-10, 10)
 
     @torch.no_grad()
     def finish_iteration(self, obs: Tensor) -> dict[str, float]:
-        """Adapt to observations that were learned from; return scalars to log: here, the std.
-
-        Only now, so that the policy stays the same throughout a rollout and its update.
-        """
+        """Hook: adapt to what was learned from, and return scalars to log: here, the std."""
         self.log_std.clamp_(self.log_std_min)
         std = gather(self.get_distribution(obs)[1].exp()).mean().item()
-        self.obs_statistics.update(obs)
+        self.obs_statistics.update(obs)  # only now: a rollout and its update normalize alike
         return {"charts/policy_std": std}
 
 
@@ -520,7 +517,7 @@ def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
 
 
 def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict[str, Any]:
-    """Return the checkpoint of the run in this folder, its "args" as `Args`; load the agent's."""
+    """Return a run's checkpoint, its "args" as `Args`; load its weights into `agent`, if given."""
     path = Path(folder, "checkpoint.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -581,7 +578,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
         seed_everything(args.seed, first_iteration, rank)  # for what environments draw when made
         envs = make_envs(args, local_num_envs)
-        on_exit.callback(lambda: envs.close(terminate=True))  # the latest; waits for no worker
+        on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
         # Fused Adam is silently wrong where a weight and its gradient differ in memory layout.
         agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
@@ -616,9 +613,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         bar = tqdm(total=num_iterations * batch_size, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
-            # Environments can't be saved. So that a resumed run goes the same way as an undisturbed
-            # one, both make them anew every `interval`, and seed all generators by the iteration,
-            # twice, as making environments may draw numbers.
+            # Environments can't be saved. So that a run resumed from a scheduled checkpoint goes
+            # the way of an undisturbed one, both make them anew every `interval`, and seed all
+            # generators by the iteration, twice, as making environments may draw numbers.
             if iteration == first_iteration or iteration % interval == 0:
                 if iteration > first_iteration:
                     envs.close()
@@ -667,9 +664,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         last_values = agent.get_value(last_obs.to(device)).cpu().numpy()
                         b_values = agent.get_value(b_obs.clone()) if epoch > 0 else b_values
                     values = b_values.view(shape).cpu().numpy()
-                    at_end, at_truncations = np.split(last_values, [local_num_envs])
-                    next_values = np.concatenate([values[1:], at_end[None]])
-                    next_values[truncations] = at_truncations
+                    next_values = np.concatenate([values[1:], last_values[None, :local_num_envs]])
+                    next_values[truncations] = last_values[local_num_envs:]
                     deltas = scaled_rewards + args.gamma * next_values * ~terminations - values
                     discounts = args.gamma * args.gae_lambda * ~dones
                     advantages, advantage = np.zeros_like(deltas), 0.0
@@ -689,9 +685,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     for name, x in compiled_update(agent, optimizer, batch, indices, args).items():
                         metrics[name].append(x.clone())  # the next CUDA graph overwrites x
                     kls = metrics["losses/approx_kl"]
-                    if args.target_kl and max(gather(kls[-1][None]).tolist()) > 5 * args.target_kl:
+                    if args.target_kl and gather(kls[-1][None]).max() > 5 * args.target_kl:
                         break  # after tiny gradients, Adam's steps are large: end a collapse early
-                if args.target_kl is not None:
+                if args.target_kl:
                     recent_kls = gather(torch.stack(kls[-args.num_minibatches :]))
                     if recent_kls.mean() > args.target_kl or recent_kls.max() > 5 * args.target_kl:
                         break  # the epoch's mean is too large, or the loop above was left
@@ -725,7 +721,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             num_ended += len(episodes)
             if is_cut and not is_last and not num_ended and rank == 0:
                 hint = "raise --checkpoint-interval, as each checkpoint cuts all episodes"
-                tqdm.write(f"no episode ended in {interval} iterations: {hint}", sys.stderr)
+                tqdm.write(f"no whole episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
                 writer.flush()
                 text = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)

@@ -75,15 +75,18 @@ def test_like_single_environments(source: str, limit: int | None) -> None:
     envs.close()
 
 
-def test_native_limit() -> None:
-    """A pole that is balanced by a rule stands until the limit of 500 steps, and is cut."""
-    envs = ppo.make_envs(ppo.Args(vectorization="native"), 4)
+@pytest.mark.parametrize("limit", [500, -1])
+def test_native_limit(limit: int) -> None:
+    """A pole that is balanced by a rule stands until the limit of steps; -1 is none."""
+    env_kwargs = {"max_episode_steps": -1} if limit == -1 else {}
+    envs = ppo.make_envs(ppo.Args(vectorization="native", env_kwargs=env_kwargs), 4)
     obs, _ = envs.reset(seed=1)
-    for t in range(1, 1001):
+    for t in range(1, 601):
         obs, _, terminated, truncated, infos = envs.step((obs[:, 2] + obs[:, 3] > 0).astype(int))
         assert not terminated.any()
-        assert truncated.tolist() == [t % 500 == 0] * 4
-        if t % 500 == 0:
+        at_limit = limit == 500 and t % 500 == 0
+        assert truncated.tolist() == [at_limit] * 4
+        if at_limit:
             assert infos["episode"]["l"].tolist() == [500] * 4
     envs.close()
 

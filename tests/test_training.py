@@ -302,7 +302,7 @@ def test_no_episode_ended(limit: int, told: int, capsys: pytest.CaptureFixture) 
     flags = SHORT["ppo_continuous"] | {"total_timesteps": 2560, "checkpoint_interval": 2}
     ppo_continuous.train(ppo_continuous.Args(**flags, env_kwargs={"max_episode_steps": limit}))
     error = capsys.readouterr().err
-    assert error.count("no episode ended in 2 iterations") == told
+    assert error.count("no whole episode ended in 2 iterations") == told
     assert error.count("--checkpoint-interval") == told
 
 

@@ -151,8 +151,8 @@ class FastEnvs(gym.vector.VectorWrapper):
 
     def __init__(self, args: Args, num_envs: int) -> None:
         # EnvPool takes a failure at its limit of steps for a truncation, so the limit is kept here.
-        limit = gym.spec(args.env_id).max_episode_steps or 10**9
-        self.limit = args.env_kwargs.get("max_episode_steps", limit)
+        limit = args.env_kwargs.get("max_episode_steps", gym.spec(args.env_id).max_episode_steps)
+        self.limit = 10**9 if limit in (None, -1) else limit
         kwargs = args.env_kwargs | {"num_envs": num_envs, "max_episode_steps": 10**9}
         self.is_native = args.vectorization == "native"
         if self.is_native:
@@ -199,7 +199,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     if "ALE/" in args.env_id:
         raise UsageError(f"{args.env_id} is a game for ppo_atari.py")
     kwargs = args.env_kwargs | ({"render_mode": "rgb_array"} if video_folder else {})
-    # Without copies, the next step overwrites an observation.
+    # "copy" False: the next step overwrites an observation.
     options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
 
     def wrap(env: gym.Env) -> gym.Env:
@@ -487,7 +487,7 @@ def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
 
 
 def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict[str, Any]:
-    """Return the checkpoint of the run in this folder, its "args" as `Args`; load the agent's."""
+    """Return a run's checkpoint, its "args" as `Args`; load its weights into `agent`, if given."""
     path = Path(folder, "checkpoint.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -551,7 +551,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
         seed_everything(args.seed, first_iteration, rank)  # for what environments draw when made
         envs = make_envs(args, local_num_envs)
-        on_exit.callback(lambda: envs.close(terminate=True))  # the latest; waits for no worker
+        on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
         # Fused Adam is silently wrong where a weight and its gradient differ in memory layout.
         agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
@@ -587,9 +587,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         bar = tqdm(total=num_iterations * batch_size, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
-            # Environments can't be saved. So that a resumed run goes the same way as an undisturbed
-            # one, both make them anew every `interval`, and seed all generators by the iteration,
-            # twice, as making environments may draw numbers.
+            # Environments can't be saved. So that a run resumed from a scheduled checkpoint goes
+            # the way of an undisturbed one, both make them anew every `interval`, and seed all
+            # generators by the iteration, twice, as making environments may draw numbers.
             if iteration == first_iteration or iteration % interval == 0:
                 if iteration > first_iteration:
                     envs.close()
@@ -656,9 +656,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                             b_features = agent.get_features(b_obs.clone(), *pieces[1:])
                             b_values = agent.get_value(b_features)
                     values = b_values.view(shape[::-1]).T.cpu().numpy()
-                    at_end, at_truncations = np.split(last_values, [local_num_envs])
-                    next_values = np.concatenate([values[1:], at_end[None]])
-                    next_values[truncations] = at_truncations
+                    next_values = np.concatenate([values[1:], last_values[None, :local_num_envs]])
+                    next_values[truncations] = last_values[local_num_envs:]
                     deltas = scaled_rewards + args.gamma * next_values * ~terminations - values
                     discounts = args.gamma * args.gae_lambda * ~dones
                     advantages, advantage = np.zeros_like(deltas), 0.0
@@ -679,9 +678,9 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     for name, x in compiled_update(agent, optimizer, batch, indices, args).items():
                         metrics[name].append(x.clone())  # the next CUDA graph overwrites x
                     kls = metrics["losses/approx_kl"]
-                    if args.target_kl and max(gather(kls[-1][None]).tolist()) > 5 * args.target_kl:
+                    if args.target_kl and gather(kls[-1][None]).max() > 5 * args.target_kl:
                         break  # after tiny gradients, Adam's steps are large: end a collapse early
-                if args.target_kl is not None:
+                if args.target_kl:
                     recent_kls = gather(torch.stack(kls[-args.num_minibatches :]))
                     if recent_kls.mean() > args.target_kl or recent_kls.max() > 5 * args.target_kl:
                         break  # the epoch's mean is too large, or the loop above was left
@@ -715,7 +714,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             num_ended += len(episodes)
             if is_cut and not is_last and not num_ended and rank == 0:
                 hint = "raise --checkpoint-interval, as each checkpoint cuts all episodes"
-                tqdm.write(f"no episode ended in {interval} iterations: {hint}", sys.stderr)
+                tqdm.write(f"no whole episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
                 writer.flush()
                 text = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)
