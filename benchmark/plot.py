@@ -101,18 +101,14 @@ def draw_intervals() -> None:
     """
     measures = {"at the end": lambda row: float(row["greedy"]), "best of five evaluations": best}
     everything, columns = curves(), defaultdict(list)
-    for run in MAIN:
-        _, task, seeds, flags = run
-        if task not in MUJOCO:
-            continue
-        rows = rows_of(run)
-        if len(rows) < len(seeds):
-            print(f"intervals.png needs runs of {task}")
-            return
+    found = {run[1]: (run, rows_of(run)) for run in MAIN if run[1] in MUJOCO}
+    count = min(len(rows) for _, rows in found.values())
+    print(f"{count} seeds")
+    for task, ((_, _, _, flags), rows) in found.items():
         low = np.mean([x[np.isfinite(x)][0] for x in everything[task, flags][1]])  # however late
         high = PUBLISHED["Tianshou"][task][0]
         for name, measure in measures.items():
-            columns[name].append([(measure(row) - low) / (high - low) for row in rows])
+            columns[name].append([(measure(row) - low) / (high - low) for row in rows[:count]])
     scores = {name: np.array(column).T for name, column in columns.items()}  # runs, tasks
     kinds = ["Median", "IQM", "Mean"]
     functions = [metrics.aggregate_median, metrics.aggregate_iqm, metrics.aggregate_mean]

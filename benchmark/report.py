@@ -20,6 +20,8 @@ from run import (
     MAIN,
     MEMORY,
     MUJOCO,
+    NO_FLOOR,
+    PENDULUMS,
     ROOT,
     SOURCES,
     compiled,
@@ -156,19 +158,19 @@ def results(runs: list[Run], without: tuple[str, ...] = ()) -> str:
     return table(columns, lines)
 
 
-def ablation() -> str:
+def ablation(changes: list[str], tasks: list[str]) -> str:
     """What each change of a default does, training (greedy), on the same seeds."""
     points, lines = curves(), []
-    for change in ["", *CHANGES]:
+    for change in ["", *changes]:
         cells = []
-        for task in ABLATED:
+        for task in tasks:
             flags = f"{compiled(task)} {change}".strip()
             rows = rows_of(("ppo_continuous.py", task, FRESH[:5], flags))
             seeds = [points["ppo_continuous.py", task, flags, row["seed"]] for row in rows]
             training = mean_and_spread([last_hundred(x) for x in seeds])
             cells.append(f"{training} ({mean_and_spread([float(x['greedy']) for x in rows])})")
         lines.append([f"`{label('', change)}`" if change else "nothing", *cells])
-    return table(["defaults but for", *ABLATED], lines)
+    return table(["defaults but for", *tasks], lines)
 
 
 def searches(tasks: list[str]) -> str:
@@ -254,7 +256,7 @@ def short_speeds() -> str:
         peer = groups[machine, env_id, "Stable-Baselines3"]
         both = [ratios(groups[machine, env_id, x], peer) for x in (who, f"{who} --compile")]
         lines.append([name, *(f"{statistics.median(x):.1f}" for x in both)])
-    return table(["", "as it is", "`--compile`"], lines)
+    return table(["", "default", "`--compile`"], lines)
 
 
 def sources() -> str:
@@ -348,7 +350,8 @@ TABLES = {
     "short": lambda: results(SHORT, without=("lowest .. highest", "commit")),
     "defaults": lambda: results(MAIN),
     "held-out": lambda: results(HELD_OUT, without=tuple(PUBLISHED)),
-    "ablation": ablation,
+    "ablation": lambda: ablation(CHANGES, ABLATED),
+    "ablation-floor": lambda: ablation([NO_FLOOR], PENDULUMS),
     "search": lambda: searches(MUJOCO),
     "search-acrobot": lambda: searches(["Acrobot-v1"]),
     "memory": lambda: results(MEMORY, without=(*PUBLISHED, "best")),

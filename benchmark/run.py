@@ -5,16 +5,16 @@
 Every run is one process of the script, with the command that is recorded beside its result in
 benchmark/results/runs.csv; its learning curve goes to benchmark/results/curves.csv, as the mean
 return of the episodes that ended in each fiftieth of the steps. What is recorded there already is
-not run again. The wall-clock time means little where several jobs share a machine.
+not run again, and what was stopped on the way goes on from its checkpoint in runs/benchmark. The
+wall-clock time, from the first event on, means little where several jobs share a machine.
 """
 
 import csv
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 import tyro
 from provenance import provenance
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, ScalarEvent
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark/results"
@@ -53,11 +53,14 @@ MAIN = [  # script, environment, seeds, further flags
 # The defaults but for one.
 CHANGES = ["--no-stagger", "--target-kl None", "--max-grad-norm 0.5", "--checkpoint-interval 0"]
 CHANGES += ["--learning-rate 3e-4", CANONICAL]
-ABLATED = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Swimmer-v5"]
+ABLATED = ["HalfCheetah-v5", "Hopper-v5", "Ant-v5", "Swimmer-v5"]
+PENDULUMS = ["InvertedPendulum-v5", "InvertedDoublePendulum-v5"]
+NO_FLOOR = "--log-std-min -20"  # no floor under the standard deviation, which the pendulums need
 ABLATION = [
     ("ppo_continuous.py", task, FRESH[:5], f"{compiled(task)} {change}")
-    for change in CHANGES
-    for task in ABLATED
+    for changes, tasks in ((CHANGES, ABLATED), ([NO_FLOOR], PENDULUMS))
+    for change in changes
+    for task in tasks
 ]
 # Tasks by which no default was chosen, run once.
 UNSEEN = ["Pusher-v5", "HumanoidStandup-v5", "LunarLanderContinuous-v3", "BipedalWalker-v3"]
@@ -65,10 +68,14 @@ UNSEEN += ["Pendulum-v1"]
 HELD_OUT = [("ppo_continuous.py", task, FRESH[:5], compiled(task)) for task in UNSEEN]
 LARGER = "--compile --num-envs 16 --num-minibatches 8 --update-epochs 10 --learning-rate 1e-3"
 SHORT = "--total-timesteps 200000"
+# Episodes of a fifth of the length: five times as many starts to learn from.
+MORE_STARTS = "--env-kwargs max_episode_steps 200"
 EXPERIMENTS = [
     ("ppo_atari.py", "ALE/Pong-v5", [1], "--num-threads 1 --total-timesteps 1200000"),
     ("ppo_atari.py", "ALE/Breakout-v5", THREE, "--num-threads 1 --total-timesteps 1200000"),
+    ("ppo_continuous.py", PENDULUMS[1], FRESH[:5], f"{compiled(PENDULUMS[1])} {MORE_STARTS}"),
     ("ppo.py", "LunarLander-v3", FIVE, f"{LARGER} --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss"),
+    ("ppo.py", "LunarLander-v3", FIVE, f"{LARGER} --gamma 0.999 --gae-lambda 0.98"),
     ("ppo.py", "Acrobot-v1", FIVE, f"{LARGER} --no-clip-vloss --ent-coef 0 {SHORT}"),
     ("ppo.py", "CartPole-v1", THREE, SHORT),
     ("ppo.py", "FrozenLake-v1", THREE, "--env-kwargs is_slippery False --total-timesteps 100000"),
@@ -160,13 +167,10 @@ def append(name: str, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
-def curve(run: Path, points: int = 50) -> Iterator[dict[str, float]]:
-    """The mean return and number of the episodes in each of the equal parts of a run."""
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
-    events.Reload()
-    returns = events.Scalars("charts/episodic_return")
-    part = events.Scalars("charts/SPS")[-1].step / points
-    for i in range(points):
+def curve(returns: list[ScalarEvent], steps: int) -> Iterator[dict[str, float]]:
+    """The mean return and number of the episodes in each fiftieth of a run."""
+    part = steps / 50
+    for i in range(50):
         values = [x.value for x in returns if i * part < x.step <= (i + 1) * part]
         if values:
             mean = round(float(np.mean(values)), 2)
@@ -174,34 +178,44 @@ def curve(run: Path, points: int = 50) -> Iterator[dict[str, float]]:
 
 
 def train(script: str, env_id: str, seed: int, flags: str) -> None:
-    """Run a script in an empty folder, and record the result."""
+    """Run a script in a folder of its own, or go on with the run there, and record the result."""
     command = f"{script} --env-id {env_id} --seed {seed} {flags}".strip()
     command = command if command.startswith("torchrun") else f"python {command}"
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        words = command.replace("python", sys.executable, 1).split()
-        words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
-        if words[0] == "torchrun":
-            words[:1] = [sys.executable, "-m", "torch.distributed.run"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}  # for third_party
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{command} failed:\n{done.stderr}")
-        wall_clock = time.perf_counter() - start
-        print(done.stdout.strip(), flush=True)
-        score, episodes, steps, run = re.search(
-            r"return (\S+) over the last (\d+) episodes; ([\d,]+) steps .*; (\S+)", done.stdout
-        ).groups()
-        key = {"script": script, "env_id": env_id, "flags": flags, "seed": seed}
-        evaluations = re.findall(r"greedy return (\S+), std (\S+), over", done.stdout)
-        row = {"score": score, "episodes": episodes, "steps": steps.replace(",", "")}
-        row |= dict(zip(("greedy", "greedy_std"), evaluations[-1], strict=True))
-        row["evaluations"] = " ".join(mean for mean, _ in evaluations)  # the last at the end
-        path = "PYTHONPATH=benchmark " if "third_party" in env_id else ""
-        row |= {"wall_clock_s": round(wall_clock, 1), "command": path + command}
-        with LOCK:
-            append("runs.csv", [key | row | provenance()])
-            append("curves.csv", [key | point for point in curve(Path(folder, run))])
+    words = command.replace("python", sys.executable, 1).split()
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
+    if words[0] == "torchrun":
+        words[:1] = [sys.executable, "-m", "torch.distributed.run"]
+    folder = ROOT / "runs/benchmark" / re.sub(r"\W+", "-", command)
+    folder.mkdir(parents=True, exist_ok=True)
+    started = [x.parent for x in folder.glob("runs/*/checkpoint.pt")]
+    if started:
+        words += ["--resume", str(started[0].relative_to(folder))]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}  # for third_party
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command} failed:\n{done.stderr}")
+    print(done.stdout.strip(), flush=True)
+    score, episodes, run = re.search(
+        r"return (\S+) over the last (\d+) episodes; .*; (\S+)", done.stdout
+    ).groups()
+    events = EventAccumulator(str(folder / run), size_guidance={"scalars": 0})
+    events.Reload()
+    speed, returns = (events.Scalars(f"charts/{x}") for x in ("SPS", "episodic_return"))
+    greedy, spread = (
+        [round(x.value, 1) for x in events.Scalars(f"eval/{y}")] for y in ("return", "return_std")
+    )
+    times = sorted(x.wall_time for x in (*speed, *events.Scalars("eval/return")))
+    gaps = np.diff([events.FirstEventTimestamp(), *times])
+    key = {"script": script, "env_id": env_id, "flags": flags, "seed": seed}
+    row = {"score": score, "episodes": episodes, "steps": speed[-1].step}
+    row |= {"greedy": greedy[-1], "greedy_std": spread[-1]}
+    row["evaluations"] = " ".join(str(x) for x in greedy)  # the last at the end
+    row["wall_clock_s"] = round(gaps[gaps < 600].sum(), 1)  # without what lies between two parts
+    row["command"] = ("PYTHONPATH=benchmark " if "third_party" in env_id else "") + command
+    with LOCK:
+        append("runs.csv", [key | row | provenance()])
+        append("curves.csv", [key | point for point in curve(returns, speed[-1].step)])
+    shutil.rmtree(folder)
 
 
 def main(args: Args) -> None:

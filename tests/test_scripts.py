@@ -44,16 +44,18 @@ def test_results_are_on_file() -> None:
     """Every mean return in the READMEs' tables is of as many rows on file, by their curves."""
     returns, scores, shown = defaultdict(list), defaultdict(list), 0
     key = itemgetter("env_id", "script", "flags")
-    for when in ("", "-before-rewrite"):
-        with (ROOT / f"benchmark/results/curves{when}.csv").open() as file:
-            for row in csv.DictReader(file):
-                run = (when, *key(row))
-                returns[*run, row["seed"]] += int(row["episodes"]) * [float(row["return"])]
-        with (ROOT / f"benchmark/results/runs{when}.csv").open() as file:
-            for row in csv.DictReader(file):
-                run = (when, *key(row))
-                scores[run].append(statistics.mean(returns[*run, row["seed"]][-100:]))
-    filed = {(run[1], str(len(x)), f"{statistics.mean(x):.1f}") for run, x in scores.items()}
+    with (ROOT / "benchmark/results/curves.csv").open() as file:
+        for row in csv.DictReader(file):
+            returns[*key(row), row["seed"]] += int(row["episodes"]) * [float(row["return"])]
+    with (ROOT / "benchmark/results/runs.csv").open() as file:
+        for row in csv.DictReader(file):
+            score = statistics.mean(returns[*key(row), row["seed"]][-100:])
+            scores[key(row)].append((int(row["seed"]), score))
+    filed = set()  # a table may have the first seeds only
+    for run, seeds in scores.items():
+        values = [score for _, score in sorted(seeds)]
+        for n in range(1, len(values) + 1):
+            filed.add((run[0], str(n), f"{statistics.mean(values[:n]):.1f}"))
     for readme in (ROOT / "README.md", ROOT / "benchmark/README.md"):
         for line in readme.read_text().splitlines() if readme.exists() else []:
             cells = [cell.strip().strip("`") for cell in line.split("|")[1:-1]]
