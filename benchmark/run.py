@@ -10,6 +10,7 @@ wall-clock time, from the first event on, means little where several jobs share 
 """
 
 import csv
+import hashlib
 import os
 import re
 import shutil
@@ -185,7 +186,8 @@ def train(script: str, env_id: str, seed: int, flags: str) -> None:
     words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
     if words[0] == "torchrun":
         words[:1] = [sys.executable, "-m", "torch.distributed.run"]
-    folder = ROOT / "runs/benchmark" / re.sub(r"\W+", "-", command)
+    version = f"{command} {provenance()['commit']}"  # no run goes on with another version
+    folder = ROOT / "runs/benchmark" / hashlib.sha1(version.encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     started = [x.parent for x in folder.glob("runs/*/checkpoint.pt")]
     if started:
@@ -210,7 +212,7 @@ def train(script: str, env_id: str, seed: int, flags: str) -> None:
     row = {"score": score, "episodes": episodes, "steps": speed[-1].step}
     row |= {"greedy": greedy[-1], "greedy_std": spread[-1]}
     row["evaluations"] = " ".join(str(x) for x in greedy)  # the last at the end
-    row["wall_clock_s"] = round(gaps[gaps < 600].sum(), 1)  # without what lies between two parts
+    row["wall_clock_s"] = round(gaps[gaps < 600].sum(), 1)  # without long pauses
     row["command"] = ("PYTHONPATH=benchmark " if "third_party" in env_id else "") + command
     with LOCK:
         append("runs.csv", [key | row | provenance()])
