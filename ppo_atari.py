@@ -215,14 +215,14 @@ class Agent(nn.Module):
         super().__init__()
         self.network = nn.Sequential(  # shared (details 13, 21)
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),
-            nn.ReLU(inplace=True),
+            nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
-            nn.ReLU(inplace=True),
+            nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3)),
-            nn.ReLU(inplace=True),
+            nn.ReLU(),
             nn.Flatten(),
             layer_init(nn.Linear(64 * 7 * 7, 512)),
-            nn.ReLU(inplace=True),
+            nn.ReLU(),
         )
         self.actor = layer_init(nn.Linear(512, int(envs.single_action_space.n)), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
@@ -335,6 +335,7 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
     on_exit.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))  # update's gradients
     name = args.device
     if name == "auto":
         name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
@@ -403,7 +404,7 @@ def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
     video_folder = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S-%f}")
     # A single environment: if several raced for the episodes, short ones would be favoured.
     with closing(make_envs(args, 1, video_folder if args.capture_video else None)) as envs:
-        agent = Agent(envs, args).requires_grad_(False)
+        agent = Agent(envs, args).requires_grad_(False).eval()
         load_checkpoint(folder, agent)
         obs, _ = envs.reset(seed=seed)
         while len(returns) < args.eval_episodes:
@@ -449,16 +450,16 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
-        # Fused Adam is silently wrong where a weight and its gradient differ in memory layout.
+        # Fused Adam (detail 3) is silently wrong where weights have another layout than gradients.
         agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
-        rate = torch.tensor(args.learning_rate, device=device)  # each new float would compile again
-        optimizer = Adam(agent.parameters(), rate, eps=1e-5, fused=not args.compile)  # detail 3
+        optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
         if args.resume:  # Adam's moments, but not its settings, which may have changed
             agent.load_state_dict(checkpoint["agent"])
             settings = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": settings})
-        learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))  # autograd.grad
+        for group in optimizer.param_groups:  # tensors: each new float would compile again
+            group["lr"] = torch.tensor(group["lr"], device=device)
+        learning_rates = [group["lr"].item() for group in optimizer.param_groups]
         compiled_update = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
 
         global_step = start_step = first_iteration * batch_size
@@ -467,6 +468,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 start_tracking(args, folder, on_exit)
             writer = on_exit.enter_context(SummaryWriter(folder, purge_step=global_step + 1))
             writer.add_text("hyperparameters", str(asdict(args)), global_step)
+            text = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)
 
         # A rollout, on the host, where the environments are; final_obs is of episodes that ended.
         shape = (args.num_steps, local_num_envs)
@@ -514,16 +516,17 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
-                b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # networks get clones
+                b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # networks write to clones
                 b_actions = torch.tensor(actions, device=device).flatten(0, 1)
                 b_noise = torch.tensor(noise, device=device).flatten(0, 1)
                 again = agent.get_action(b_obs[:64].clone(), b_noise[:64])
                 close = torch.isclose(again, b_actions[:64], 1e-3, 1e-3, equal_nan=True)
-                assert close.float().mean() > 0.95, "make_act does otherwise than get_action"
+                assert close.float().mean() > 0.95, "make_act and get_action differ on equal noise"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
             dones = terminations | truncations
-            dones[-1] |= is_cut  # for scale_rewards; no advantage depends on the last one
-            scaled_rewards = agent.scale_rewards(rewards, dones, args.gamma)
+            ends = dones.copy()  # of what scale_rewards sums up: each scheduled checkpoint is one
+            ends[-1] |= is_cut
+            scaled_rewards = agent.scale_rewards(rewards, ends, args.gamma)
             for epoch in range(args.update_epochs):
                 # Generalized advantage estimation (arXiv:1506.02438, (16); detail 5). The value
                 # after termination is 0, after truncation that of the true last observation.
@@ -569,7 +572,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     where = f"in iteration {iteration}, up to step {global_step}"
                     raise UsageError(f"{name} became infinite or nan {where}")
             scalars |= agent.finish_iteration(b_obs)  # changes the agent, so not before
-            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
+            scalars["charts/learning_rate"] = float(optimizer.param_groups[0]["lr"])
             scalars["charts/SPS"] = (global_step - start_step) / (time.perf_counter() - start_time)
             gathered = [(episodes, signals)] * world_size
             if world_size > 1:  # all processes count all episodes, and stop together
@@ -593,7 +596,6 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 tqdm.write(f"no whole episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
                 writer.flush()
-                text = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)
                 saved = {"iteration": iteration + 1, "last_returns": last_returns, "args": text}
                 saved |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save(saved, folder / "checkpoint.tmp")

@@ -320,7 +320,7 @@ def test_acting_otherwise(
     script = {"ppo": ppo, "ppo_continuous": ppo_continuous, "ppo_atari": ppo_atari}[name]
     monkeypatch.setattr(script.Agent, method, change(getattr(script.Agent, method)))
     updates = []
-    told = pytest.raises(AssertionError, match="make_act does otherwise than get_action")
+    told = pytest.raises(AssertionError, match="make_act and get_action differ")
     with watching(script, lambda *args: updates.append(args)), told:
         script.train(script.Args(**SHORT[name]))
     assert not updates

@@ -1,6 +1,7 @@
 """What people change first: each change works as meant, or fails loudly."""
 
 import importlib.util
+import json
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -284,7 +285,7 @@ def test_state_that_changes(name: str) -> None:
 @pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
 def test_acting_changed_in_one_place(name: str, place: int) -> None:
     """Where only one of get_action and make_act is changed, the run stops, and names both."""
-    with pytest.raises(AssertionError, match="make_act does otherwise than get_action"):
+    with pytest.raises(AssertionError, match="make_act and get_action differ"):
         run(tempered(name, TEMPERED[name][place]))
 
 
@@ -293,9 +294,9 @@ def test_two_learning_rates() -> None:
     module = hacked(
         "ppo",
         (
-            "Adam(agent.parameters(), rate,",
+            "Adam(agent.parameters(),",
             "Adam([{'params': agent.actor.parameters()},"
-            " {'params': agent.critic.parameters(), 'lr': 4 * rate}], rate,",
+            " {'params': agent.critic.parameters(), 'lr': 4e-3}],",
         ),
         (
             "        # Choices with fewer",
@@ -324,3 +325,58 @@ def test_two_learning_rates() -> None:
     assert steps[0][0] == pytest.approx([1e-3, 4e-3], rel=0.1)  # Adam's first step is its rate
     assert torch.equal(after["critic.0.weight"], before["critic.0.weight"])
     assert not torch.equal(after["critic.2.weight"], before["critic.2.weight"])
+
+
+def test_monte_carlo() -> None:
+    """Returns summed up by hand in GAE's place are GAE's with a lambda of 1, at cuts, too."""
+    trace = "advantages[t] = advantage = deltas[t] + discounts[t] * advantage"
+    by_hand = """target = scaled_rewards[t] + args.gamma * ~dones[t] * target
+                        target += args.gamma * next_values[t] * truncations[t]
+                        advantages[t] = target - values[t]"""
+    loop = "                    for t in reversed(range(args.num_steps)):"
+    start = f"                    target = last_values[:local_num_envs]\n{loop}"
+    flags = {"checkpoint_interval": 1, "eval_episodes": 0}
+    expected = watched_advantages(hacked("ppo"), gae_lambda=1.0, **flags)
+    found = watched_advantages(hacked("ppo", (trace, by_hand), (loop, start)), **flags)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def watched_advantages(module: ModuleType, **flags: Any) -> torch.Tensor:
+    """Train without learning; the advantages of all gradient steps."""
+    update, seen = module.update, []
+
+    def watch(agent: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
+        seen.append(batch.advantages)
+        return update(agent, optimizer, batch, *rest)
+
+    module.update = watch
+    run(module, learning_rate=1e-30, **flags)
+    return torch.stack(seen)
+
+
+def test_flag_that_falls() -> None:
+    """A flag that falls during the training is as it was in the checkpoint, for a resumed run."""
+    annealed = "            if args.anneal_lr:  # detail 4\n"
+    falls = "            args.ent_coef = 0.01 * (1 - iteration / num_iterations)\n"
+    run(hacked("ppo", (annealed, falls + annealed)), ent_coef=0.01)
+    (path,) = Path("runs").glob("*/checkpoint.pt")
+    assert json.loads(torch.load(path, weights_only=True)["args"])["ent_coef"] == 0.01
+
+
+def test_dropout() -> None:
+    """The greedy evaluation has none, and so is the same each time."""
+    bias = "        # Choices with fewer"
+    module = hacked("ppo", (bias, f"        self.actor.insert(4, nn.Dropout())\n{bias}"))
+    agents, make = [], module.Agent
+
+    def keep(*args: Any) -> Any:
+        agents.append(make(*args))
+        return agents[-1]
+
+    run(module, total_timesteps=512, num_steps=128)
+    module.Agent = keep
+    (path,) = Path("runs").iterdir()
+    module.evaluate(module.Args(eval_episodes=1), path)
+    obs = torch.randn(100, 4)
+    logits = [agents[0].actor(obs) for _ in range(2)]
+    assert torch.equal(*logits)

@@ -19,6 +19,7 @@ NAMES = [
     "adaptive_kl",
     "cosine_lr",
     "dict_obs",
+    "early_stop",
     "log_info",
     "relu_layernorm",
     "rnd",
@@ -35,7 +36,7 @@ class Signs(gym.Env):
     """Right is 1 where the image's lit half and the vector's sign agree; no part of it tells."""
 
     observation_space = Dict(
-        image=Box(0, 255, (8, 8, 3), np.uint8), vector=Box(-1, 1, (3,), np.float32)
+        vector=Box(-1, 1, (3,), np.float32), image=Box(0, 255, (8, 8, 3), np.uint8)
     )
     action_space = Discrete(2)
 
@@ -273,6 +274,20 @@ def test_cosine_lr() -> None:
     run(apply("cosine_lr"), "--total-timesteps", 4096, "--learning-rate", 1e-3)
     expected = 0.5e-3 * (1 + np.cos(np.pi * np.arange(8) / 8))
     np.testing.assert_allclose([x for _, x in scalars("charts/learning_rate")], expected, rtol=1e-5)
+
+
+def test_early_stop() -> None:
+    """The training ends with the first mean return that is high enough, and its checkpoint."""
+    run(apply("early_stop"), "--stop-at", 25, "--total-timesteps", 40960)
+    means = np.array([x for _, x in scalars("charts/episodic_return")])
+    (path,) = Path("runs").glob("*/checkpoint.pt")
+    saved = torch.load(path, weights_only=True)
+    assert np.mean(saved["last_returns"]) == means[-100:].mean() >= 25
+    steps = 512 * saved["iteration"]
+    assert scalars("charts/SPS")[-1][0] == steps < 40960
+    ended = np.array([step for step, _ in scalars("charts/episodic_return")])
+    before = means[ended <= steps - 512]
+    assert len(before) < 100 or before[-100:].mean() < 25
 
 
 @pytest.mark.parametrize("clip", [False, True])
