@@ -56,7 +56,7 @@ CHANGES = ["--no-stagger", "--target-kl None", "--max-grad-norm 0.5", "--checkpo
 CHANGES += ["--learning-rate 3e-4", CANONICAL]
 ABLATED = ["HalfCheetah-v5", "Hopper-v5", "Ant-v5", "Swimmer-v5"]
 PENDULUMS = ["InvertedPendulum-v5", "InvertedDoublePendulum-v5"]
-NO_FLOOR = "--log-std-min -20"  # no floor under the standard deviation, which the pendulums need
+NO_FLOOR = "--log-std-min -20"  # no floor under the standard deviation
 ABLATION = [
     ("ppo_continuous.py", task, FRESH[:5], f"{compiled(task)} {change}")
     for changes, tasks in ((CHANGES, ABLATED), ([NO_FLOOR], PENDULUMS))
