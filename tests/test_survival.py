@@ -1,6 +1,7 @@
 """Runs that are killed, stopped, or fail, go on as if nothing had happened; what they saved."""
 
 import contextlib
+import json
 import os
 import random
 import resource
@@ -314,6 +315,9 @@ def test_checkpoints_that_do_not_fit(folder: Path) -> None:
     assert does_not_fit in sentence
     assert "size mismatch for actor.0.weight" in sentence
     assert {file: file.read_bytes() for file in run.iterdir()} == before
+    larger = json.dumps(json.loads(saved["args"]) | {"env_id": "Acrobot-v1"})  # than it was
+    torch.save(saved | {"args": larger}, path)
+    assert "size mismatch" in refusal("ppo", "--resume", run, "--total-timesteps", 8192)
     for other in (saved | {"args": '{"no_flag": 1}'}, saved | {"args": "{"}, {}, [1, 2]):
         torch.save(other, path)
         with pytest.raises(script.UsageError, match=f"^{does_not_fit}"):

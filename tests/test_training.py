@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import multiprocessing
+import random
 import signal
 import threading
 from collections.abc import Callable
@@ -225,7 +226,8 @@ def test_no_state_is_left_behind(script: ModuleType) -> None:
         handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
         children = len(multiprocessing.active_children())
         threads = threading.active_count(), torch.get_num_threads()
-        return threads, torch.is_grad_enabled(), handlers, children
+        drawn = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        return threads, torch.is_grad_enabled(), handlers, children, drawn
 
     def stop(step: int, score: float) -> None:
         raise stopped

@@ -502,7 +502,10 @@ def seed_everything(seed: int, *key: int) -> int:
 
 
 def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
-    """Set PyTorch up until `on_exit` closes; return the device. Raises `UsageError`."""
+    """Set PyTorch up; closing `on_exit` puts settings and generators back. Raises `UsageError`."""
+    on_exit.callback(random.setstate, random.getstate())
+    on_exit.callback(np.random.set_state, np.random.get_state())
+    on_exit.callback(torch.set_rng_state, torch.get_rng_state())
     on_exit.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -629,7 +632,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
         if args.resume:  # Adam's moments, but not its settings, which may have changed
-            agent.load_state_dict(checkpoint["agent"])
+            load_checkpoint(folder, agent)
             settings = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": settings})
         for group in optimizer.param_groups:  # tensors: each new float would compile again
@@ -806,11 +809,11 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         in_loop.close()
         if rank == 0:
             seconds, steps = time.perf_counter() - start_time, global_step - start_step
-            if args.eval_episodes:
-                log(writer, evaluate(args, folder), global_step)
             score = f"return {mean_return:.1f} over the last {len(last_returns)} episodes"
             speed = f"{steps:,} steps in {seconds:.1f} s, {steps / seconds:,.0f} steps/s"
             print(f"{args.env_id}, seed {args.seed}: mean {score}; {speed}; {folder}")
+            if args.eval_episodes:
+                log(writer, evaluate(args, folder), global_step)
         return mean_return
 
 
