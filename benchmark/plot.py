@@ -99,7 +99,10 @@ def draw_intervals() -> None:
 
     0 is the mean return of the first episodes in training, 1 is Tianshou's figure.
     """
-    measures = {"at the end": lambda row: float(row["greedy"]), "best of five evaluations": best}
+    measures = {
+        "at the end": lambda rows: [float(row["greedy"]) for row in rows],
+        "best of five evaluations": best,
+    }
     everything, columns = curves(), defaultdict(list)
     found = {run[1]: (run, rows_of(run)) for run in MAIN if run[1] in MUJOCO}
     count = min(len(rows) for _, rows in found.values())
@@ -108,7 +111,7 @@ def draw_intervals() -> None:
         low = np.mean([x[np.isfinite(x)][0] for x in everything[task, flags][1]])  # however late
         high = PUBLISHED["Tianshou"][task][0]
         for name, measure in measures.items():
-            columns[name].append([(measure(row) - low) / (high - low) for row in rows[:count]])
+            columns[name].append([(x - low) / (high - low) for x in measure(rows[:count])])
     scores = {name: np.array(column).T for name, column in columns.items()}  # runs, tasks
     kinds = ["Median", "IQM", "Mean"]
     functions = [metrics.aggregate_median, metrics.aggregate_iqm, metrics.aggregate_mean]
