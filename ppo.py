@@ -56,7 +56,7 @@ class Args:
     total_timesteps: int = 500_000  # environment steps, all together; rounded down to rollouts
     seed: int = 1  # seeds the environments, the network, the sampling and the shuffling
     exp_name: str = Path(__file__).stem  # part of the run folder's name
-    device: str = "cpu"  # cpu, cuda, cuda:N, mps, auto; an MLP is faster on cpu, a CNN on a GPU
+    device: str = "cpu"  # cpu, cuda, cuda:N, mps, or auto: a GPU if there is one
     torch_deterministic: bool = True  # on a GPU, choose deterministic convolutions
     num_threads: int = 1  # CPU threads of PyTorch, 0: its own choice; 1 is fastest for an MLP
     compile: bool = False  # compile the gradient steps: seconds to start with, faster then
@@ -87,7 +87,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
-    target_kl: float | None = None  # end an update at this KL of an epoch, or 5x it of a minibatch
+    target_kl: float | None = None  # no more epochs after a KL above this, or 5x it in a minibatch
 
 
 Array = Tensor | np.ndarray

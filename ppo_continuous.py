@@ -57,7 +57,7 @@ class Args:
     total_timesteps: int = 1_000_000  # environment steps, all together; rounded down to rollouts
     seed: int = 1  # seeds the environments, the network, the sampling and the shuffling
     exp_name: str = Path(__file__).stem  # part of the run folder's name
-    device: str = "cpu"  # cpu, cuda, cuda:N, mps, auto; an MLP is faster on cpu, a CNN on a GPU
+    device: str = "cpu"  # cpu, cuda, cuda:N, mps, or auto: a GPU if there is one
     torch_deterministic: bool = True  # on a GPU, choose deterministic convolutions
     num_threads: int = 1  # CPU threads of PyTorch, 0: its own choice; 1 is fastest for an MLP
     compile: bool = False  # compile the gradient steps: seconds to start with, faster then
@@ -65,8 +65,8 @@ class Args:
     squash: bool = False  # bound actions by tanh, with the density to match, instead of clipping
     state_std: bool = False  # let the policy's standard deviation depend on the state
     log_std_init: float = -0.5  # logarithm of the standard deviation at first
-    log_std_min: float = -2.0  # no rollout begins below: with little noise, learning is brittle
-    stagger: bool = True  # begin first episodes at a random step of the time limit, unreported
+    log_std_min: float = -2.0  # floor of the log standard deviation at the start of each rollout
+    stagger: bool = True  # cut first episodes, unreported, at random steps: else all end together
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project there
 
@@ -92,7 +92,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 5.0  # clip the gradient to this norm
-    target_kl: float | None = 0.02  # end an update at this KL of an epoch, or 5x it of a minibatch
+    target_kl: float | None = 0.02  # no more epochs after a KL above this, or 5x it in a minibatch
 
 
 Array = Tensor | np.ndarray
