@@ -37,7 +37,7 @@ MUJOCO += ["Reacher-v5", "InvertedPendulum-v5", "InvertedDoublePendulum-v5"]
 CANONICAL = "--num-envs 1 --num-steps 2048 --no-recompute-advantages --norm-adv"
 CANONICAL += " --clip-vloss --max-grad-norm 0.5 --target-kl None --log-std-init 0 --log-std-min -20"
 CANONICAL += " --learning-rate 3e-4 --checkpoint-interval 50"
-FIVE, THREE = range(1, 6), range(1, 4)
+TEN, FIVE, THREE = range(1, 11), range(1, 6), range(1, 4)
 FRESH = range(34, 44)  # no choice of ppo_continuous.py's defaults has seen these seeds
 
 
@@ -75,7 +75,7 @@ EXPERIMENTS = [
     ("ppo_atari.py", "ALE/Pong-v5", [1], "--num-threads 1 --total-timesteps 1200000"),
     ("ppo_atari.py", "ALE/Breakout-v5", THREE, "--num-threads 1 --total-timesteps 1200000"),
     ("ppo_continuous.py", PENDULUMS[1], FRESH[:5], f"{compiled(PENDULUMS[1])} {MORE_STARTS}"),
-    ("ppo.py", "LunarLander-v3", FIVE, f"{LARGER} --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss"),
+    ("ppo.py", "LunarLander-v3", TEN, f"{LARGER} --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss"),
     ("ppo.py", "LunarLander-v3", FIVE, f"{LARGER} --gamma 0.999 --gae-lambda 0.98"),
     ("ppo.py", "Acrobot-v1", FIVE, f"{LARGER} --no-clip-vloss --ent-coef 0 {SHORT}"),
     ("ppo.py", "CartPole-v1", THREE, SHORT),

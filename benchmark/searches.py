@@ -31,7 +31,7 @@ import optuna
 import tyro
 from fast import RECIPES
 from provenance import provenance
-from run import LARGER, ROOT, append
+from run import LARGER, ROOT, append, read
 
 sys.path.insert(0, str(ROOT))
 import ppo
@@ -191,7 +191,8 @@ def main(args: Args) -> None:
         for env_id in [args.env_id] if args.env_id else SEARCHES:
             tune(env_id, args.trials)
     if args.only in (None, "population"):
-        for repetition in range(1, args.repetitions + 1):
+        recorded = {int(row["repetition"]) for row in read("population.csv")}
+        for repetition in set(range(1, args.repetitions + 1)) - recorded:
             population(repetition)
 
 
