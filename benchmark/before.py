@@ -38,6 +38,14 @@ class Args:
     env_id: str | None = None  # environment to time; all of them by default
 
 
+def extract(revision: str, folder: str) -> None:
+    """Put the files of a revision into a folder."""
+    command = ["git", "-C", ROOT, "archive", revision]
+    archive = subprocess.run(command, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as file:
+        file.extractall(folder, filter="data")
+
+
 def main(args: Args) -> None:
     """Run the rounds, append the rows and print the ratios."""
     runs = [
@@ -48,10 +56,7 @@ def main(args: Args) -> None:
     ]
     ratios = {run: [] for run in runs}
     with tempfile.TemporaryDirectory() as folder:
-        command = ["git", "-C", ROOT, "archive", args.revision]
-        archive = subprocess.run(command, capture_output=True, check=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(archive)) as file:
-            file.extractall(folder, filter="data")
+        extract(args.revision, folder)
         for round_number in range(args.rounds):
             for run in runs:
                 env_id, script, flags = run
