@@ -63,7 +63,7 @@ Run = tuple[str, str, Sequence[int], str]  # script, environment, seeds, flags
 SHOWN = ["CartPole-v1", "Acrobot-v1", "LunarLander-v3", "HalfCheetah-v5", "Hopper-v5"]
 SHOWN += ["Walker2d-v5", "Ant-v5", "Humanoid-v5", "Swimmer-v5", "InvertedDoublePendulum-v5"]
 SPEEDS = [  # environment, who, name in the table
-    ("CartPole-v1", "ppo.py", "CartPole-v1"),
+    ("CartPole-v1", "ppo.py", "CartPole-v1, 4 environments"),
     ("HalfCheetah-v5", "ppo_continuous.py (canonical)", "HalfCheetah-v5, one environment"),
     ("ALE/Breakout-v5", "ppo_atari.py", "ALE/Breakout-v5"),
     ("ALE/Breakout-v5", "ppo_atari.py --bf16", "ALE/Breakout-v5, `--bf16`"),
@@ -245,7 +245,7 @@ def cleanrl_speeds() -> str:
     groups, lines = speed_rows(), []
     for (machine, env_id, who), rows in groups.items():
         cleanrl = groups.get((machine, env_id, "CleanRL"))
-        if cleanrl and who not in ("CleanRL", "Stable-Baselines3"):
+        if cleanrl and who not in ("CleanRL", "Stable-Baselines3") and "empty cache" not in who:
             peers = [cleanrl, groups[machine, env_id, who.split(" --vec")[0]]]
             found = [ratios(rows, peer) for peer in peers]
             cells = [f"{statistics.median(x):.2f} ({min(x):.2f} .. {max(x):.2f})" for x in found]
@@ -258,10 +258,15 @@ def short_speeds() -> str:
     groups, lines = speed_rows(), []
     machine = [x for x, env_id, _ in groups if env_id == SPEEDS[-1][0]][-1]
     for env_id, who, name in SPEEDS:
-        peer = groups[machine, env_id, "Stable-Baselines3"]
-        both = [ratios(groups[machine, env_id, x], peer) for x in (who, f"{who} --compile")]
-        lines.append([name, *(f"{statistics.median(x):.1f}" for x in both)])
-    return table(["", "default", "`--compile`"], lines)
+        cells = []
+        for peer in ("CleanRL", "Stable-Baselines3"):
+            rows = groups.get((machine, env_id, peer))
+            for ours in (who, f"{who} --compile"):
+                found = ratios(groups[machine, env_id, ours], rows) if rows else []
+                cells.append(f"{statistics.median(found):.1f}" if found else "")
+        lines.append([name, *cells])
+    columns = ["of CleanRL's", "`--compile`", "of Stable-Baselines3's", "`--compile`"]
+    return table(["", *columns], lines)
 
 
 def sources() -> str:

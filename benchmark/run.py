@@ -117,8 +117,12 @@ SOURCES = [
     ("ppo.py", "CartPole-v1", FIVE, "--total-timesteps 100000"),
     ("ppo.py", "CartPole-v1", FIVE, "--total-timesteps 100000 --vectorization native"),
     *(
-        ("ppo_continuous.py", task, FRESH[:5], f"{compiled(task)}{source}")
-        for task in ("HalfCheetah-v5", "Hopper-v5", "Ant-v5")
+        ("ppo_continuous.py", task, seeds, f"{compiled(task)}{source}")
+        for task, seeds in {
+            "HalfCheetah-v5": FRESH[:5],
+            "Hopper-v5": FRESH[:5],
+            "Ant-v5": FRESH,
+        }.items()
         for source in ("", " --vectorization envpool")
     ),
 ]
