@@ -7,8 +7,8 @@
 What Optuna finds is trained again beside the documented commands, on seeds that it didn't see:
 tuned.csv. Its trials go to trials.csv. A population is compared with as many independent members
 with random hyper-parameters, and with as many at the defaults: population.csv has the greedy return
-of the best member of each. All files are in benchmark/results. The wall-clock time of a search is
-that of both its parts.
+of the best member of each. All files are in benchmark/results; what is there already is not run
+again. The wall-clock time of a search is that of both its parts.
 """
 
 import os
@@ -188,12 +188,15 @@ def population(repetition: int) -> None:
 def main(args: Args) -> None:
     """Do the parts that were asked for."""
     if args.only in (None, "tune"):
+        recorded = {row["env_id"] for row in read("tuned.csv")}
         for env_id in [args.env_id] if args.env_id else SEARCHES:
-            tune(env_id, args.trials)
+            if env_id not in recorded:
+                tune(env_id, args.trials)
     if args.only in (None, "population"):
         recorded = {int(row["repetition"]) for row in read("population.csv")}
-        for repetition in set(range(1, args.repetitions + 1)) - recorded:
-            population(repetition)
+        for repetition in range(1, args.repetitions + 1):
+            if repetition not in recorded:
+                population(repetition)
 
 
 if __name__ == "__main__":
