@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,17 +57,16 @@ def measure(name: str, flags: list[str]) -> dict[str, float]:
         envs.step = timed("environments", envs.step)
         return envs
 
-    def trace_module(agent: Any, *arguments: Any, **kwargs: Any) -> SimpleNamespace:
+    def make_act(agent: Any) -> Callable:
         agents[:] = [agent]
-        traced = original_trace_module(agent, *arguments, **kwargs)
-        return SimpleNamespace(get_action=timed("act", traced.get_action))
+        return timed("act", original_make_act(agent))
 
     def compile_update(function: Callable, **kwargs: Any) -> Callable:
         compiled = original_compile(function, **kwargs)
         return timed("update", compiled) if function is script.update else compiled
 
     original_make_envs, script.make_envs = script.make_envs, make_envs
-    original_trace_module, torch.jit.trace_module = torch.jit.trace_module, trace_module
+    original_make_act, script.Agent.make_act = script.Agent.make_act, make_act
     original_compile, torch.compile = torch.compile, compile_update
     script.train(args, lambda *_: marks.append({**spent, "total": time.perf_counter()}))
 

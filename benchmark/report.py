@@ -289,12 +289,15 @@ def slow() -> str:
     for row in read("slow.csv"):
         groups[row["milliseconds"], row["source"]].append(row)
     for milliseconds in dict.fromkeys(x for x, _ in groups):
-        sync, processes = groups[milliseconds, "sync"], groups[milliseconds, "async"]
-        found = ratios(processes, sync)
-        ratio = f"{statistics.median(found):.2f} ({min(found):.2f} .. {max(found):.2f})"
-        speeds = [f"{median(x, 'steps_per_s'):,.0f}" for x in (sync, processes)]
-        lines.append([milliseconds, *speeds, ratio])
-    return table(["ms a step", "sync, steps/s", "async, steps/s", "ratio"], lines)
+        cells = [milliseconds]
+        for alone in ("", " alone"):
+            pair = [groups[milliseconds, f"{source}{alone}"] for source in ("sync", "async")]
+            found = ratios(*reversed(pair))
+            cells += [f"{median(x, 'steps_per_s'):,.0f}" for x in pair]
+            cells.append(f"{statistics.median(found):.2f} ({min(found):.2f} .. {max(found):.2f})")
+        lines.append(cells)
+    columns = ["sync, steps/s", "async, steps/s", "ratio"]
+    return table(["ms a step", *columns, *(f"{x}, alone" for x in columns)], lines)
 
 
 def measured(rows: list[dict[str, str]]) -> str:
