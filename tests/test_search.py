@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -164,6 +165,35 @@ def test_population() -> None:
             assert rate == pytest.approx(x["args"].learning_rate)
             rates.add(rate)
     assert len(rates) > 4
+
+
+@NEEDS_RAY
+def test_population_of_equals() -> None:
+    """Where all scores are the same, no member begins its part again and again."""
+    counted = f"""
+        import sys
+
+        sys.path.insert(0, "{ROOT}")
+        import ppo
+        from ppo import Args
+
+        def train(args, report):
+            def count(*arguments):
+                with open("{Path.cwd()}/iterations", "a") as file:
+                    file.write(".")
+                report(*arguments)
+
+            ppo.train(args, count)
+        """
+    Path("counted.py").write_text(textwrap.dedent(counted))
+    flags = ["--env-id", "MountainCar-v0", "--total-timesteps", 10_240]
+    flags += ["--members", 5, "--exchanges", 4]
+    finished(command("population.py", Path.cwd() / "counted.py", *flags))
+    for member in Path("population").glob("train_member_*"):
+        last = ppo.load_checkpoint(max(member.glob("checkpoint_*")))
+        assert last["iteration"] == 20
+        assert last["last_returns"] == [-200] * 48
+    assert 60 <= len(Path("iterations").read_text()) <= 150  # 100, but for copies that are ahead
 
 
 def test_population_without_ray(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ Training (arXiv:1711.09846), by Ray Tune (pip install "ray[tune]").
     python population.py ../ppo_continuous.py --env-id LunarLanderContinuous-v3
     python population.py ../ppo.py --address auto     # on a cluster that shares this folder
 
-Edit `MUTATIONS`. Networks keep their sizes, as weights are copied. Members, logs and the best one
-are in the folder; the same command goes on with a population that was stopped or killed.
+Edit `MUTATIONS`. Networks keep their sizes, as weights are copied. All members train at once, in a
+process each: a cluster needs a CPU for each. Members, logs and the best one are in the folder; the
+same command goes on with a population that was stopped or killed.
 """
 
 import shutil
@@ -40,9 +41,8 @@ class Options:
 
     script: tyro.conf.Positional[Path]  # ppo.py, ppo_continuous.py, ppo_atari.py or a copy
     members: int = 8  # of the population; each trains for --total-timesteps
-    exchanges: int = 20  # times at which a member may become a copy, spread over its training
+    exchanges: int = 10  # times at which a member may become a copy; they cut its episodes
     mutate: bool = True  # otherwise, members are independent: a random search
-    workers: int = 2  # processes on this machine
     address: str | None = None  # of a Ray cluster, instead
     folder: Path = Path("population")  # for all that is left
 
@@ -75,7 +75,9 @@ if __name__ == "__main__":
     options.script, folder = options.script.resolve(), options.folder.resolve()
     sys.path.insert(0, str(options.script.parent))
     tyro.cli(import_module(options.script.stem).Args, args=flags)  # mistakes show here
-    local = {} if options.address else {"num_cpus": options.workers}
+    # All members train at once, whatever cores there are: a copy of one that waited for its turn
+    # would fall back to where that is, and be chosen again and again.
+    local = {} if options.address else {"num_cpus": options.members}
     ray.init(options.address, include_dashboard=False, log_to_driver=False, **local)
     train = tune.with_parameters(train_member, options=options, flags=flags)
     if tune.Tuner.can_restore(folder):
