@@ -5,14 +5,12 @@
     python benchmark/searches.py --only population    # Ray Tune on LunarLanderContinuous-v3
 
 What Optuna finds is trained again beside the documented commands, on seeds that it didn't see:
-tuned.csv. Its trials go to trials.csv. A population is compared with independent members with
-random hyper-parameters, and with such at the defaults, so many that they take as many steps at
-least: population.csv has the greedy return of the best member of each. All files are in
-benchmark/results; what is there already is not run again. The wall-clock time of a search is that
-of both its parts.
+tuned.csv. Its trials go to trials.csv. A population is compared with as many independent members
+with random hyper-parameters, and with as many at the defaults: population.csv has the greedy return
+of the best member of each. All files are in benchmark/results; what is there already is not run
+again. The wall-clock time of a search is that of both its parts.
 """
 
-import math
 import os
 import re
 import shlex
@@ -54,19 +52,6 @@ SEARCHES = {
 MEMBERS, STEPS, TASK = 8, 204_800, "LunarLanderContinuous-v3"
 # Fewer environments than by default, as a tenth of the steps should be several episodes of each.
 TRAIN = f"--env-id {TASK} --total-timesteps {STEPS} --num-envs 8 --num-steps 256"
-# The script, which counts all steps: some members train a part again, as copies of slower ones.
-COUNTED = """
-import ppo_continuous
-from ppo_continuous import Args
-
-def train(args, report):
-    def count(*arguments):
-        with open("{file}", "a") as file:
-            file.write(f"{{args.num_envs * args.num_steps}}\\n")
-        report(*arguments)
-
-    return ppo_continuous.train(args, count)
-"""
 
 
 @dataclass
@@ -171,44 +156,34 @@ def greedy(run: Path) -> float:
 
 def population(repetition: int) -> None:
     """Train all three kinds of members, with as many steps, and evaluate the best of each."""
-    rows, members = [], MEMBERS
+    found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        script, steps = folder / "counted.py", folder / "steps.txt"
-        script.write_text(COUNTED.format(file=steps))
-        os.environ["PYTHONPATH"] = str(ROOT)
         for who, flags in {"population": [], "random": ["--no-mutate"]}.items():
             start = time.time()
-            command = [ROOT / "variants/population.py", script, *TRAIN.split()]
-            command += ["--members", members, "--folder", folder / who, *flags]
-            checkpoints = f"{who}/*/checkpoint_*"  # 10 or 11 of each member
+            command = [ROOT / "variants/population.py", ROOT / "ppo_continuous.py", *TRAIN.split()]
+            command += ["--members", MEMBERS, "--folder", folder / who, *flags]
+            checkpoints = f"{who}/*/checkpoint_*"  # 10 of each member
             stdout = killed_once(
-                command,
-                folder,
-                lambda x=checkpoints, y=members: len([*folder.glob(x)]) >= 5 * y,
+                command, folder, lambda x=checkpoints: len([*folder.glob(x)]) >= 5 * MEMBERS
             )
             print(stdout, flush=True)
-            seconds = time.time() - start
-            taken = sum(map(int, steps.read_text().split()))
-            steps.unlink()
             words = shlex.split(re.search(r"^python (.+)$", stdout, re.MULTILINE)[1])
             score = float(re.search(r"best, (\S+), with", stdout)[1])
-            rows.append((who, members, taken, score, greedy(Path(words[-1])), seconds))
-            members = max(members, math.ceil(taken / STEPS))
+            found[who] = score, greedy(Path(words[-1])), time.time() - start
         start = time.time()
-        seeds = [100 * repetition + i for i in range(members)]
+        seeds = [100 * repetition + i for i in range(MEMBERS)]
         with chdir(folder), ProcessPoolExecutor(2) as pool:
             scores = list(pool.map(train_default, seeds))
-        seconds = time.time() - start
-        best = max(range(members), key=scores.__getitem__)
+        best = max(range(MEMBERS), key=scores.__getitem__)
         (run,) = (folder / str(seeds[best]) / "runs").iterdir()
-        taken = ppo_continuous.load_checkpoint(run)["iteration"] * 2048 * members
-        rows.append(("defaults", members, taken, scores[best], greedy(run), seconds))
-    columns = ["repetition", "who", "members", "steps", "score", "greedy", "seconds"]
-    found = [dict(zip(columns, [repetition, *row], strict=True)) for row in rows]
-    found = [x | {"score": round(x["score"], 1), "seconds": round(x["seconds"])} for x in found]
-    print(*found, sep="\n", flush=True)
-    append("population.csv", [row | provenance() for row in found])
+        found["defaults"] = scores[best], greedy(run), time.time() - start
+    rows = [
+        {"repetition": repetition, "who": who, "score": score, "greedy": x, "seconds": round(took)}
+        for who, (score, x, took) in found.items()
+    ]
+    print(*rows, sep="\n", flush=True)
+    append("population.csv", [row | provenance() for row in rows])
 
 
 def main(args: Args) -> None:
