@@ -74,8 +74,8 @@ def train_member(config: dict[str, Any], options: Options, flags: list[str], sta
     try:
         script.train(args, report)
     except Exception as error:  # costs this member only, whose place a copy takes
-        print(error, file=sys.stderr)
-        tune.report({"score": -1e9, "part": part + 1, "turn": part + 1 - start})
+        result = {"score": -1e9, "part": part + 1, "turn": part + 1 - start}
+        tune.report(result | {"error": repr(error)})  # shown beside the score
 
 
 if __name__ == "__main__":
