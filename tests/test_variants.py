@@ -228,7 +228,7 @@ def test_pieces_are_the_steps(script: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 PROBE = {"num_minibatches": 4, "update_epochs": 4, "num_envs": 4, "num_steps": 128}
-PROBE |= {"total_timesteps": 40_960, "learning_rate": 3e-3, "eval_episodes": 20}
+PROBE |= {"total_timesteps": 40_960, "learning_rate": 1e-3, "eval_episodes": 20}
 
 
 def test_memory_pays() -> None:
@@ -240,8 +240,8 @@ def test_memory_pays() -> None:
 
 def test_memory_pays_in_continuous_control() -> None:
     """As above; without a memory, the best is -0.25."""
-    kwargs = {"env_kwargs": {"continuous": True}, "stagger": False}
-    args = ppo_continuous_recurrent.Args(env_id="probe_envs:Remembered-v0", **PROBE, **kwargs)
+    kwargs = {"env_kwargs": {"continuous": True}, "stagger": False, "learning_rate": 3e-3}
+    args = ppo_continuous_recurrent.Args(env_id="probe_envs:Remembered-v0", **(PROBE | kwargs))
     ppo_continuous_recurrent.train(args)
     assert scalars("eval/return")[-1][1] > -0.02
 
