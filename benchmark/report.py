@@ -360,7 +360,7 @@ def tuned() -> str:
 SHORT = [run for run in MAIN if run[1] in SHOWN]
 SHORT += [run for run in EXPERIMENTS if run[1] == "ALE/Breakout-v5"]
 TABLES = {
-    "short": lambda: results(SHORT, without=("lowest .. highest", "commit")),
+    "short": lambda: results(SHORT, without=("lowest .. highest", "best", "commit")),
     "defaults": lambda: results(MAIN),
     "held-out": lambda: results(HELD_OUT, without=("Tianshou",)),
     "ablation": lambda: ablation(CHANGES, ABLATED),
