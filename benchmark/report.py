@@ -357,6 +357,19 @@ def tuned() -> str:
     return table([*columns, "search, s", "flags"], lines)
 
 
+def populations() -> str:
+    """The best member of each population, and of as many independent ones."""
+    groups, lines = defaultdict(list), []
+    for row in read("population.csv"):
+        groups[row["who"]].append(row)
+    for who, rows in groups.items():
+        found = [[float(x[key]) for x in rows] for key in ("greedy", "score", "seconds")]
+        each = ", ".join(f"{x:.0f}" for x in found[0])
+        lines.append([who, each, *(mean_and_spread(x) for x in found)])
+    means = ["greedy", "training", "seconds"]
+    return table(["who", "greedy, each repetition", *means], lines)
+
+
 SHORT = [run for run in MAIN if run[1] in SHOWN]
 SHORT += [run for run in EXPERIMENTS if run[1] == "ALE/Breakout-v5"]
 TABLES = {
@@ -371,7 +384,7 @@ TABLES = {
     "memory-peers": recurrent_peers,
     "memory-speed": recurrent_speeds,
     "tuned": tuned,
-    "populations": lambda: measured(read("population.csv")),
+    "populations": populations,
     "experiments": lambda: results(EXPERIMENTS, without=tuple(PUBLISHED)),
     "speed": speeds,
     "speed-short": short_speeds,

@@ -179,7 +179,8 @@ def population(repetition: int) -> None:
         (run,) = (folder / str(seeds[best]) / "runs").iterdir()
         found["defaults"] = scores[best], greedy(run), time.time() - start
     rows = [
-        {"repetition": repetition, "who": who, "score": score, "greedy": x, "seconds": round(took)}
+        {"repetition": repetition, "who": who, "score": round(score, 1), "greedy": x}
+        | {"seconds": round(took)}
         for who, (score, x, took) in found.items()
     ]
     print(*rows, sep="\n", flush=True)
