@@ -158,13 +158,14 @@ def test_out_of_lockstep() -> None:
         ("Humanoid-v5", 2),
         ("Swimmer-v5", 2),
         ("InvertedPendulum-v5", 0),
+        ("InvertedDoublePendulum-v5", 0),
     ],
 )
 def test_mujoco_is_gymnasiums(env_id: str, hidden: int) -> None:
     """From the same state, EnvPool's first 10 steps observe, pay and end as gymnasium's.
 
     An observation begins with the positions but for `hidden` ones, which don't matter, and the
-    velocities.
+    velocities. A double pendulum's has sines and cosines in place of its two angles.
     """
     ppo_continuous.seed_everything(1)  # EnvPool's seeds
     args = ppo_continuous.Args(env_id=env_id, vectorization="envpool")
@@ -176,6 +177,8 @@ def test_mujoco_is_gymnasiums(env_id: str, hidden: int) -> None:
         single.reset()
         model = single.unwrapped.model
         state = obs[0].astype(float)
+        if env_id == "InvertedDoublePendulum-v5":
+            state = np.array([state[0], *np.arctan2(state[1:3], state[3:5]), *state[5:]])
         positions = np.concatenate([np.zeros(hidden), state[: model.nq - hidden]])
         single.unwrapped.set_state(positions, state[model.nq - hidden :][: model.nv])
         for _ in range(10):
