@@ -306,6 +306,10 @@ def test_no_episode_ended(limit: int, told: int, capsys: pytest.CaptureFixture) 
     error = capsys.readouterr().err
     assert error.count("no whole episode ended in 2 iterations") == told
     assert error.count("--checkpoint-interval") == told
+    (run,) = Path("runs").iterdir()  # goes on within an interval, in half of which none could end
+    flags |= {"total_timesteps": 7 * 512, "resume": str(run)}
+    ppo_continuous.train(ppo_continuous.Args(**flags, env_kwargs={"max_episode_steps": limit}))
+    assert "no whole episode" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -450,7 +450,7 @@ def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
     except Exception as error:
         raise UsageError(f"no {name}, or no C++ compiler: {str(error).splitlines()[0]}") from error
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group(device_id=torch.device(name) if "cuda" in name else None)
+        dist.init_process_group()  # tensors by their device: NCCL or gloo; objects by gloo
         on_exit.callback(dist.destroy_process_group)
     on_exit.callback(torch.compiler.reset)  # before the group goes: NCCL waits for CUDA graphs
     return torch.device(name)
@@ -601,7 +601,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     seed_everything(args.seed, iteration, rank)
                     envs = make_envs(args, local_num_envs)
                 next_obs, _ = envs.reset(seed=seed_everything(args.seed, iteration, rank))
-                num_ended = 0
+                num_ended = iteration % interval  # after a resume within an interval, no hint
                 next_states = torch.zeros_like(states[0])
             is_cut, is_last = (iteration + 1) % interval == 0, iteration + 1 == num_iterations
             if args.anneal_lr:  # detail 4
