@@ -7,12 +7,15 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 
 def cpu_name() -> str:
-    """The processor's name and number of cores."""
+    """Number of cores, name, and the widest vectors that PyTorch uses (clouds hide the model)."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.split(":")[1].strip() for line in info.splitlines() if "model name" in line]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
+    name = f"{len(names)} x {names[0]}" if names else platform.processor()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 @cache
