@@ -7,7 +7,7 @@ in the second half of a run; "advantages" is what passes before the first gradie
 values, log-probabilities, advantages, the shuffling. "alone" is what the same environments take for
 actions of the trained policy, drawn before, where nothing else is done, the least of ten tries: the
 ceiling. Rows, in microseconds for a step of one environment, go to benchmark/results/phases.csv.
-bfloat16 is left out on a processor without units for it. Nothing else should run on the machine.
+Nothing else should run on the machine.
 """
 
 import importlib
@@ -103,8 +103,6 @@ def main() -> None:
     rows = []
     for env_id, (script, steps, variants) in CASES.items():
         for flags in variants:
-            if "--bf16" in flags and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-                continue
             words = [
                 script.removesuffix(".py"),
                 "--env-id",

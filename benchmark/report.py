@@ -254,15 +254,16 @@ def cleanrl_speeds() -> str:
 
 
 def short_speeds() -> str:
-    """The medians of the ratios, on the machine that the last task of them was measured on."""
+    """The medians of the ratios, on the last machine that ran both."""
     groups, lines = speed_rows(), []
-    machine = [x for x, env_id, _ in groups if env_id == SPEEDS[-1][0]][-1]
     for env_id, who, name in SPEEDS:
         cells = []
         for peer in ("CleanRL", "Stable-Baselines3"):
-            rows = groups.get((machine, env_id, peer))
             for ours in (who, f"{who} --compile"):
-                found = ratios(groups[machine, env_id, ours], rows) if rows else []
+                found = []
+                for machine, *run in groups:
+                    if run == [env_id, ours] and (machine, env_id, peer) in groups:
+                        found = ratios(groups[machine, *run], groups[machine, env_id, peer])
                 cells.append(f"{statistics.median(found):.1f}" if found else "")
         lines.append([name, *cells])
     columns = ["of CleanRL's", "`--compile`", "of Stable-Baselines3's", "`--compile`"]
