@@ -207,37 +207,28 @@ def ratios(rows: list[dict[str, str]], peer: list[dict[str, str]]) -> list[float
 
 
 def speeds() -> str:
-    """Medians of speed.csv, with the range of the ratios, and the largest peak of memory."""
-    groups = speed_rows()
-    machines, env_ids, _ = (list(dict.fromkeys(x)) for x in zip(*groups, strict=True))
-    columns = ["environment", "who"]
-    for machine in machines:
-        columns += [f"{machine}: steps/s", "ratio", "first iteration, s"]
-    columns.append("peak, MiB")
-    lines = []
-    cases = dict.fromkeys((env_id, who) for _, env_id, who in groups)
-    for env_id, who in sorted(cases, key=lambda x: ("empty cache" in x[1], env_ids.index(x[0]))):
-        cells, peaks = [env_id, f"`{who}`"], []
-        # No ratio for those of another time, nor for other hyper-parameters.
-        comparable = "empty cache" not in who
-        comparable = comparable and who.split(" --")[0] != "ppo_continuous.py"
-        for machine in machines:
-            rows = groups.get((machine, env_id, who), [])
-            peer = groups.get((machine, env_id, "Stable-Baselines3"))
-            cells.append(f"{median(rows, 'steps_per_s'):,.0f}" if rows else "-")
-            if rows and peer and comparable:
-                found = ratios(rows, peer)
-                cells.append(f"{statistics.median(found):.2f}")
-                if rows is not peer:
-                    cells[-1] += f" ({min(found):.2f} .. {max(found):.2f})"
-            else:
-                cells.append("-")
-            ours = rows and rows[0]["peak_mib"]
-            cells.append(f"{median(rows, 'first_iteration_s'):.1f}" if ours else "-")
-            peaks += [median(rows, "peak_mib")] if ours else []
-        cells.append(f"{max(peaks):.0f}" if peaks else "-")
-        lines.append(cells)
-    return table(columns, lines)
+    """Medians of speed.csv, with the range of the ratios, and of peaks of memory."""
+    groups, lines = speed_rows(), []
+    first_machine = next(iter(groups))[0]
+    env_ids = list(dict.fromkeys(env_id for _, env_id, _ in groups))
+
+    def place(key: tuple[str, str, str]) -> tuple:
+        return "empty cache" in key[2], env_ids.index(key[1]), key[0] != first_machine
+
+    for machine, env_id, who in sorted(groups, key=place):
+        rows, peer = groups[machine, env_id, who], groups[machine, env_id, "Stable-Baselines3"]
+        name = env_id if machine == first_machine else f"{env_id}, on {machine}"
+        ratio = "-"  # for those of another time and for other hyper-parameters
+        if "empty cache" not in who and who.split(" --")[0] != "ppo_continuous.py":
+            found = ratios(rows, peer)
+            ratio = f"{statistics.median(found):.2f}"
+            ratio += f" ({min(found):.2f} .. {max(found):.2f})" if rows is not peer else ""
+        ours = rows[0]["peak_mib"]
+        start = f"{median(rows, 'first_iteration_s'):.1f}" if ours else "-"
+        peak = f"{median(rows, 'peak_mib'):.0f}" if ours else "-"
+        lines.append([name, f"`{who}`", f"{median(rows, 'steps_per_s'):,.0f}", ratio, start, peak])
+    columns = ["steps/s", "ratio", "first iteration, s", "peak, MiB"]
+    return table(["environment", "who", *columns], lines)
 
 
 def cleanrl_speeds() -> str:
