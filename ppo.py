@@ -201,7 +201,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if video_folder:
             env = gym.wrappers.RecordVideo(env, str(video_folder), lambda i: i < args.eval_episodes)
-        return FlatEnv(env, args.mask_actions)
+        return FlatEnv(env, args.mask_actions)  # returns are of the rewards that leave here
 
     try:
         if args.vectorization in ("envpool", "native") and not video_folder:
@@ -211,7 +211,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
         else:
             mode = "async" if args.vectorization == "async" else "sync"
             envs = gym.make_vec(args.env_id, num_envs, mode, options, [wrap], **kwargs)
-        if args.mask_actions:
+        if args.mask_actions and not video_folder:
             envs.reset()  # fails here if there are no masks
     except Exception as error:
         raise UsageError(f"cannot make {args.env_id}, {kwargs}: {error!r}") from error
@@ -390,7 +390,7 @@ def seed_everything(seed: int, *key: int) -> int:
 
 
 def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
-    """Set PyTorch up; closing `on_exit` puts settings and generators back. Raises `UsageError`."""
+    """Set PyTorch up; closing `on_exit` puts threads and generators back. Raises `UsageError`."""
     on_exit.callback(random.setstate, random.getstate())
     on_exit.callback(np.random.set_state, np.random.get_state())
     on_exit.callback(torch.set_rng_state, torch.get_rng_state())
@@ -546,16 +546,16 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         bar = tqdm(total=num_iterations * batch_size, initial=global_step, disable=rank > 0 or None)
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
-            # Environments can't be saved. So that a run resumed from a scheduled checkpoint goes
-            # the way of an undisturbed one, both make them anew every `interval`, and seed all
-            # generators by the iteration, twice, as making environments may draw numbers.
+            # Environments and wrappers can't be saved. So that a run resumed from a scheduled
+            # checkpoint goes the way of an undisturbed one, both make them anew every `interval`,
+            # and seed all generators by the iteration, twice, as making them may draw numbers.
             if iteration == first_iteration or iteration % interval == 0:
                 if iteration > first_iteration:
                     envs.close()
                     seed_everything(args.seed, iteration, rank)
                     envs = make_envs(args, local_num_envs)
                 next_obs, _ = envs.reset(seed=seed_everything(args.seed, iteration, rank))
-                num_ended = iteration % interval  # after a resume within an interval, no hint
+                num_ended, is_whole = 0, iteration % interval == 0  # of the interval
             is_cut, is_last = (iteration + 1) % interval == 0, iteration + 1 == num_iterations
             if args.anneal_lr:  # detail 4
                 for group, base in zip(optimizer.param_groups, learning_rates, strict=True):
@@ -633,7 +633,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 if not np.isfinite(x).all():
                     where = f"in iteration {iteration}, up to step {global_step}"
                     raise UsageError(f"{name} became infinite or nan {where}")
-            scalars |= agent.finish_iteration(b_obs)  # changes the agent, so not before
+            scalars |= agent.finish_iteration(b_obs)  # last, as it changes the agent
             scalars["charts/learning_rate"] = float(optimizer.param_groups[0]["lr"])
             scalars["charts/SPS"] = (global_step - start_step) / (time.perf_counter() - start_time)
             gathered = [(episodes, signals)] * world_size
@@ -653,7 +653,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
             # Checkpoint
             num_ended += len(episodes)
-            if is_cut and not is_last and not num_ended and rank == 0:
+            if is_cut and is_whole and not is_last and not num_ended and rank == 0:
                 hint = "raise --checkpoint-interval, as each checkpoint cuts all episodes"
                 tqdm.write(f"no whole episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):

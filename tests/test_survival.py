@@ -589,10 +589,17 @@ def test_an_unwritable_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "env_id"),
-    [("ppo", "CartPole-v1"), ("ppo_atari", "ALE/Pong-v5"), ("ppo_atari", "ALE/Breakout-v5")],
+    ("name", "env_id", "flags"),
+    [
+        ("ppo", "CartPole-v1", {}),
+        ("ppo", "Taxi-v4", {"mask_actions": True}),
+        ("ppo_atari", "ALE/Pong-v5", {}),
+        ("ppo_atari", "ALE/Breakout-v5", {}),
+    ],
 )
-def test_video(name: str, env_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_video(
+    name: str, env_id: str, flags: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every evaluated episode is recorded, from its beginning to its end, in a file of its own."""
     script, lengths, frames = MODULES[name], [], []
     make_envs, make_clip = script.make_envs, ImageSequenceClip.ImageSequenceClip
@@ -615,7 +622,7 @@ def test_video(name: str, env_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(script, "make_envs", make)
     monkeypatch.setattr(ImageSequenceClip, "ImageSequenceClip", keep)
-    run = trained(name, env_id=env_id, eval_episodes=2, capture_video=True)
+    run = trained(name, env_id=env_id, eval_episodes=2, capture_video=True, **flags)
     videos = sorted(run.glob("videos-*/*.mp4"))
     assert len(videos) == len(lengths) == 2
     clips = [VideoFileClip(str(video)) for video in videos]
