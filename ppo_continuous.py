@@ -204,14 +204,13 @@ class Staggered(RecordEpisodeStatistics):
 def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
     """Make environments (detail 1): vectors to observe, the actions of `Agent`, raw rewards.
 
-    One whose episode ends is reset in the same step; `info["final_obs"]` has its last observation.
+    One whose episode ends is reset in the same step; `info` has its "final_obs", "final_info".
     With a `video_folder`, `eval_episodes` episodes are recorded there. Raises `UsageError`.
     """
     if "ALE/" in args.env_id:
         raise UsageError(f"{args.env_id} is a game for ppo_atari.py")
     kwargs = args.env_kwargs | ({"render_mode": "rgb_array"} if video_folder else {})
-    # "copy" False: the next step overwrites an observation.
-    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
+    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
 
     def wrap(env: gym.Env) -> gym.Env:  # not those of FastEnvs, which has no single ones
         if args.vectorization == "async" and multiprocessing.current_process().daemon:  # a worker
@@ -408,7 +407,7 @@ Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")
 
 
 def update(agent: Agent, optimizer: Adam, batch: Batch, indices: Tensor, args: Args) -> dict:
-    """Take a gradient step on the minibatch of these indices; return means to log, by name."""
+    """Take a gradient step on the minibatch of these indices; return tensors to log, by name."""
     minibatch = Batch(*(x.index_select(0, indices) for x in batch))
     logprobs, entropy, values = agent.evaluate_actions(minibatch.obs, minibatch.actions)
     logratio = logprobs - minibatch.logprobs
@@ -419,13 +418,15 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, indices: Tensor, args: A
     if args.norm_adv:  # detail 7
         std, mean = torch.std_mean(gather(advantages))
         advantages = (advantages - mean) / (std + 1e-8)
-    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    # A tensor: compiled, clamp keeps the first numbers that it gets (PyTorch 2.13, issue 194976).
+    clip = args.clip_coef * torch.ones_like(ratio)
+    clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio)
 
     # Value loss
     value_loss = 0.5 * (values - minibatch.returns).square()
     if args.clip_vloss:  # detail 9
-        change = (values - minibatch.values).clamp(-args.clip_coef, args.clip_coef)
+        change = (values - minibatch.values).clamp(-clip, clip)
         clipped_loss = 0.5 * (minibatch.values + change - minibatch.returns).square()
         value_loss = torch.max(value_loss, clipped_loss)
 
@@ -520,20 +521,27 @@ def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
     on_exit.callback(wandb.finish)
 
 
-def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict[str, Any]:
-    """Return a run's checkpoint, its "args" as `Args`; load its weights into `agent`, if given."""
+def load_checkpoint(
+    folder: str | Path, agent: Agent | None = None, optimizer: Adam | None = None
+) -> dict[str, Any]:
+    """Return a run's checkpoint, its "args" as `Args`; load weights and Adam's moments from it."""
     path = Path(folder, "checkpoint.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if agent:
             agent.load_state_dict(checkpoint["agent"])
+        if optimizer:  # not its settings, which may have changed
+            settings = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": settings})
+            for x, moments in optimizer.state.items():
+                assert moments.get("exp_avg", x).shape == x.shape, "the optimizer's order differs"
         return checkpoint | {"args": Args(**json.loads(checkpoint["args"]))}
     except Exception as error:
         raise UsageError(f"{path} is missing or damaged, or doesn't fit: {error!r}") from error
 
 
 def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
-    """Play greedy episodes with a run's checkpoint; print and return what their raw returns are."""
+    """Seed everything and play greedy episodes with a checkpoint; print, return the raw returns."""
     seed, returns = seed_everything(args.seed), []
     video_folder = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S-%f}")
     # A single environment: if several raced for the episodes, short ones would be favoured.
@@ -587,10 +595,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         # Fused Adam (detail 3) is silently wrong where weights have another layout than gradients.
         agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
-        if args.resume:  # Adam's moments, but not its settings, which may have changed
-            load_checkpoint(folder, agent)
-            settings = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": settings})
+        if args.resume:
+            load_checkpoint(folder, agent, optimizer)
         for group in optimizer.param_groups:  # tensors: each new float would compile again
             group["lr"] = torch.tensor(group["lr"], device=device)
         learning_rates = [group["lr"].item() for group in optimizer.param_groups]

@@ -1,6 +1,7 @@
 """What people change first: each change works as meant, or fails loudly."""
 
 import importlib.util
+import itertools
 import json
 from collections import OrderedDict
 from collections.abc import Callable
@@ -361,6 +362,44 @@ def test_flag_that_falls() -> None:
     run(hacked("ppo", (annealed, falls + annealed)), ent_coef=0.01)
     (path,) = Path("runs").glob("*/checkpoint.pt")
     assert json.loads(torch.load(path, weights_only=True)["args"])["ent_coef"] == 0.01
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_clip_coef_that_falls(compile: bool) -> None:
+    """The ratio is clipped to the range of the moment, in a compiled gradient step, too."""
+    annealed = "            if args.anneal_lr:  # detail 4\n"
+    falls = "            args.clip_coef = 0.01 * (1 - iteration / num_iterations)\n"
+    metric = '            "losses/clipfrac"'
+    module = hacked(
+        "ppo",
+        (annealed, falls + annealed),
+        (metric, f'            "widest": (clipped_ratio - 1).abs().max(),\n{metric}'),
+    )
+    update, widest = module.update, []
+
+    def watch(agent: Any, optimizer: Any, batch: Any, indices: Any, args: Any) -> Any:
+        metrics = module.inner(agent, optimizer, batch, indices, args)
+        widest.append((args.clip_coef, metrics["widest"].item()))
+        return metrics
+
+    module.inner = torch.compile(update, disable=not compile)
+    module.update = watch
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        run(module, learning_rate=1e-2)
+    by_iteration = dict(max(group) for _, group in itertools.groupby(widest, lambda x: x[0]))
+    assert len(by_iteration) == 4
+    for clip_coef, found in by_iteration.items():
+        assert found == pytest.approx(clip_coef, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_atari"])
+def test_resumed_with_another_optimizer(name: str) -> None:
+    """Adam's moments of other parameters are refused."""
+    run(hacked(name))
+    (folder,) = Path("runs").iterdir()
+    module = hacked(name, ("Adam(agent.parameters(),", "Adam([*agent.parameters()][::-1],"))
+    with pytest.raises(module.UsageError, match="the optimizer's order differs"):
+        run(module, resume=str(folder), total_timesteps=10**5)
 
 
 def test_dropout() -> None:
