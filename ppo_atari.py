@@ -503,7 +503,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     seed_everything(args.seed, iteration, rank)
                     envs = make_envs(args, local_num_envs)
                 next_obs, _ = envs.reset(seed=seed_everything(args.seed, iteration, rank))
-                num_ended, is_whole = 0, iteration % interval == 0  # of the interval
+                num_ended, is_whole_interval = 0, iteration % interval == 0
             is_cut, is_last = (iteration + 1) % interval == 0, iteration + 1 == num_iterations
             if args.anneal_lr:  # detail 4
                 for group, base in zip(optimizer.param_groups, learning_rates, strict=True):
@@ -601,7 +601,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
 
             # Checkpoint
             num_ended += len(episodes)
-            if is_cut and is_whole and not is_last and not num_ended and rank == 0:
+            if is_cut and is_whole_interval and not is_last and not num_ended and rank == 0:
                 hint = "raise --checkpoint-interval, as each checkpoint cuts all episodes"
                 tqdm.write(f"no whole episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
