@@ -105,6 +105,8 @@ def check(args: Args) -> None:
     natural = ["seed", "num_threads", "checkpoint_interval", "eval_episodes"]
     bad += [x for x in natural if getattr(args, x) < 0]
     bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
+    if args.target_kl is not None and not args.target_kl > 0:
+        bad.append("target_kl")
     if bad:
         raise UsageError(f"out of range: {', '.join(f'{x} {getattr(args, x)}' for x in bad)}")
     batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
@@ -520,7 +522,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
-        # Fused Adam (detail 3) is silently wrong where weights have another layout than gradients.
+        # eps: detail 3. Fused Adam is silently wrong where weights and gradients differ in layout.
         agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
         if args.resume:
@@ -584,7 +586,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
-                b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # networks write to clones
+                b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # networks get clones of it
                 b_actions = torch.tensor(actions, device=device).flatten(0, 1)
                 b_noise = torch.tensor(noise, device=device).flatten(0, 1)
                 again = agent.get_action(b_obs[:64].clone(), b_noise[:64])
@@ -592,7 +594,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 assert close.float().mean() > 0.95, "make_act and get_action differ on equal noise"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
             dones = terminations | truncations
-            ends = dones.copy()  # of what scale_rewards sums up: each scheduled checkpoint is one
+            ends = dones.copy()  # where sums of rewards end: at each scheduled checkpoint, too
             ends[-1] |= is_cut
             scaled_rewards = agent.scale_rewards(rewards, ends, args.gamma)
             for epoch in range(args.update_epochs):

@@ -105,6 +105,8 @@ def check(args: Args) -> None:
     natural = ["seed", "num_threads", "checkpoint_interval", "eval_episodes"]
     bad += [x for x in natural if getattr(args, x) < 0]
     bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
+    if args.target_kl is not None and not args.target_kl > 0:
+        bad.append("target_kl")
     if bad:
         raise UsageError(f"out of range: {', '.join(f'{x} {getattr(args, x)}' for x in bad)}")
     batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
@@ -118,8 +120,8 @@ def check(args: Args) -> None:
 
 
 class EpisodicLife(gym.vector.VectorWrapper):
-    """Report a lost life as a termination, and play on (detail 16). Many games wait for fire then
-    (detail 17): it replaces the next action, and PPO learns from the action that it chose.
+    """Report a lost life as a termination, and play on (detail 16). Many games then wait for fire
+    (detail 17), which is pressed in place of the next action; PPO learns from the one it chose.
 
     Observations are channels last, (84, 84, 4), for fast convolutions. `whole_games`, for a video,
     reports no lost lives.
@@ -144,10 +146,10 @@ class EpisodicLife(gym.vector.VectorWrapper):
         actions = np.where(self.lost & self.has_fire, 1, actions)
         obs, rewards, terminations, truncations, info = self.env.step(actions)
         over = terminations | truncations
-        self.lost = (info["lives"] < self.lives) & ~over  # after a game, they are the next one's
+        self.lost = (info["lives"] < self.lives) & ~over  # after a game, info has the next one's
         self.lives = info["lives"].copy()
         ended = over | self.lost
-        if ended.any():  # ALE's final_obs is of games
+        if ended.any():  # ALE has final_obs only of games that are over
             final_obs = np.where(over[:, None, None, None], info.get("final_obs", obs), obs)
             info |= {"final_obs": final_obs.transpose(0, 2, 3, 1), "_final_obs": ended}
         self.obs = np.stack(obs.swapaxes(0, 1), -1)
@@ -170,11 +172,14 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     With a `video_folder`, `eval_episodes` games are recorded there, whole. Raises `UsageError`.
     """
     if not args.env_id.split(":")[-1].startswith("ALE/"):
-        raise UsageError(f"{args.env_id} is no game, such as ALE/Breakout-v5: try ppo.py")
+        raise UsageError(f"{args.env_id} is no id like ALE/Breakout-v5: for others try ppo.py")
     if not 0 <= args.repeat_action_probability <= 1:
         raise UsageError("repeat_action_probability must be from 0 to 1")
-    # ALE skips 4 frames and takes the maximum of the last two (detail 15), presses no-op and fire
-    # after a reset (details 14, 17), and scales, greys and stacks the screens (details 18, 20).
+    # ALE skips 4 frames and takes the maximum of the last two (detail 15), scales, greys and stacks
+    # the screens (details 18, 20), and presses fire and no-ops after a reset (details 17, 14).
+    reserved = {"autoreset_mode", "episodic_life", "life_loss_info", "reward_clipping"}
+    if reserved & args.env_kwargs.keys():
+        raise UsageError(f"leave these out of env_kwargs: {', '.join(sorted(reserved))}")
     kwargs = {"frameskip": 4, "repeat_action_probability": args.repeat_action_probability}
     kwargs |= {"autoreset_mode": "SameStep", "reward_clipping": False} | args.env_kwargs
     try:
@@ -185,7 +190,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
     if not usable or envs.single_observation_space.shape != (4, 84, 84):
         raise UsageError(f"env_kwargs {args.env_kwargs} change the shape: leave them out")
     envs = EpisodicLife(RecordEpisodeStatistics(envs), whole_games=bool(video_folder))
-    if video_folder:  # 60 frames a second
+    if video_folder:  # a step is 4 of 60 frames a second
         envs = RecordVideo(
             envs, str(video_folder), episode_trigger=lambda i: i < args.eval_episodes, fps=15
         )
@@ -462,7 +467,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
-        # Fused Adam (detail 3) is silently wrong where weights have another layout than gradients.
+        # eps: detail 3. Fused Adam is silently wrong where weights and gradients differ in layout.
         agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
         if args.resume:
@@ -526,7 +531,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
-                b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # networks write to clones
+                b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # networks get clones of it
                 b_actions = torch.tensor(actions, device=device).flatten(0, 1)
                 b_noise = torch.tensor(noise, device=device).flatten(0, 1)
                 again = agent.get_action(b_obs[:64].clone(), b_noise[:64])
@@ -534,7 +539,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 assert close.float().mean() > 0.95, "make_act and get_action differ on equal noise"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
             dones = terminations | truncations
-            ends = dones.copy()  # of what scale_rewards sums up: each scheduled checkpoint is one
+            ends = dones.copy()  # where sums of rewards end: at each scheduled checkpoint, too
             ends[-1] |= is_cut
             scaled_rewards = agent.scale_rewards(rewards, ends, args.gamma)
             for epoch in range(args.update_epochs):

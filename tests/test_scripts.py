@@ -197,6 +197,8 @@ ERRORS = [
     ("ppo", "--gamma 1.1", "gamma"),
     ("ppo", "--gae-lambda -0.1", "gae_lambda"),
     ("ppo", "--clip-coef 0", "clip_coef"),
+    ("ppo", "--target-kl 0", "target_kl 0.0"),
+    ("ppo_continuous", "--target-kl -1", "target_kl -1.0"),
     ("ppo", "--env-id FrozenLake-v1 --env-kwargs map_name 9x9", "9x9"),
     ("ppo", "--env-id LunarLander-v3 --env-kwargs gravity 5", "gravity"),
     ("ppo", "--env-id probe_envs:Unusable-v0 --env-kwargs kind dict", "actions Dict"),
@@ -229,6 +231,8 @@ ERRORS = [
     ("ppo_continuous", "--evaluate nothing", "nothing"),
     ("ppo_atari", "--env-kwargs stack_num 3", "stack_num"),
     ("ppo_atari", "--env-kwargs continuous True", "continuous"),
+    ("ppo_atari", "--env-kwargs episodic_life True", "leave these out"),
+    ("ppo_atari", "--env-kwargs life_loss_info True", "leave these out"),
     (
         "ppo_atari",
         "--repeat-action-probability 2 --eval-episodes 0",

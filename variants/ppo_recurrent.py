@@ -112,6 +112,8 @@ def check(args: Args) -> None:
     bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
     if args.mask_velocity and args.env_id not in VISIBLE:
         raise UsageError(f"mask_velocity is for {', '.join(VISIBLE)}")
+    if args.target_kl is not None and not args.target_kl > 0:
+        bad.append("target_kl")
     if bad:
         raise UsageError(f"out of range: {', '.join(f'{x} {getattr(args, x)}' for x in bad)}")
     batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
@@ -565,7 +567,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
-        # Fused Adam (detail 3) is silently wrong where weights have another layout than gradients.
+        # eps: detail 3. Fused Adam is silently wrong where weights and gradients differ in layout.
         agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
         if args.resume:
@@ -652,7 +654,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 assert close.float().mean() > 0.95, "make_act and get_action differ on equal noise"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_features, b_actions)
             dones = terminations | truncations
-            ends = dones.copy()  # of what scale_rewards sums up: each scheduled checkpoint is one
+            ends = dones.copy()  # where sums of rewards end: at each scheduled checkpoint, too
             ends[-1] |= is_cut
             scaled_rewards = agent.scale_rewards(rewards, ends, args.gamma)
             for epoch in range(args.update_epochs):
