@@ -114,17 +114,33 @@ def test_no_compiler(tmp_path: Path) -> None:
     assert evaluation.returncode == 0
 
 
-def test_layouts(train_agent: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def channels_last(agent: torch.nn.Module) -> None:
+    """Lay the weights of convolutions out in another order in memory."""
+    agent.to(memory_format=torch.channels_last)
+
+
+def transposed(agent: torch.nn.Module) -> None:
+    """Lay the weights of a linear layer out as their transpose, as weights from JAX are."""
+    agent.network[7].weight.data = agent.network[7].weight.data.T.contiguous().T
+
+
+@pytest.mark.parametrize("lay_out", [channels_last, transposed])
+def test_layouts(
+    lay_out: Callable, train_agent: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hacker's agent whose weights lie in another order in memory learns the same ones."""
     script, ends = MODULES["ppo_atari"], []
     flags = SHORT["ppo_atari"] | {"total_timesteps": 128, "update_epochs": 1}
     make = script.Agent
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        monkeypatch.setattr(
-            script,
-            "Agent",
-            lambda *args, order=memory_format: make(*args).to(memory_format=order),
-        )
+
+    def make_laid_out(*args: Any) -> torch.nn.Module:
+        agent = make(*args)
+        lay_out(agent)
+        assert not all(x.is_contiguous() for x in agent.parameters())
+        return agent
+
+    for agent in (make, make_laid_out):
+        monkeypatch.setattr(script, "Agent", agent)
         ends.append(vector(train_agent(script, **flags)[0].state_dict()))
         ends.append(vector(train_agent(script, **flags | {"learning_rate": 1e-30})[0].state_dict()))
     (end, start), (other_end, other_start) = ends[:2], ends[2:]

@@ -357,7 +357,7 @@ def watched_advantages(module: ModuleType, **flags: Any) -> torch.Tensor:
 
 def test_flag_that_falls() -> None:
     """A flag that falls during the training is as it was in the checkpoint, for a resumed run."""
-    annealed = "            if args.anneal_lr:  # detail 4\n"
+    annealed = "            if args.anneal_lr:  # detail 4; overwrites any other schedule\n"
     falls = "            args.ent_coef = 0.01 * (1 - iteration / num_iterations)\n"
     run(hacked("ppo", (annealed, falls + annealed)), ent_coef=0.01)
     (path,) = Path("runs").glob("*/checkpoint.pt")
@@ -367,7 +367,7 @@ def test_flag_that_falls() -> None:
 @pytest.mark.parametrize("compile", [False, True])
 def test_clip_coef_that_falls(compile: bool) -> None:
     """The ratio is clipped to the range of the moment, in a compiled gradient step, too."""
-    annealed = "            if args.anneal_lr:  # detail 4\n"
+    annealed = "            if args.anneal_lr:  # detail 4; overwrites any other schedule\n"
     falls = "            args.clip_coef = 0.01 * (1 - iteration / num_iterations)\n"
     metric = '            "losses/clipfrac"'
     module = hacked(
@@ -419,3 +419,28 @@ def test_dropout() -> None:
     obs = torch.randn(100, 4)
     logits = [agents[0].actor(obs) for _ in range(2)]
     assert torch.equal(*logits)
+
+
+def test_value_changed_in_one_place() -> None:
+    """A critic of its own must be the critic everywhere."""
+    head = "        self.critic = layer_init(nn.Linear(512, 1), std=1.0)\n"
+    other = "        self.other = layer_init(nn.Linear(512, 1), std=1.0)\n"
+    value = ("self.critic(self.get_features(obs))", "self.other(self.get_features(obs))")
+    module = hacked("ppo_atari", (head, head + other), value)
+    with pytest.raises(AssertionError, match="get_value and evaluate_actions differ"):
+        run(module)
+    run(hacked("ppo_atari", (head, head + other), value, ("self.critic(f", "self.other(f")))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("gather(-1, actions[..., None]).squeeze(-1)", "gather(-1, actions[..., None])"),
+        ("-(logprobs.exp() * logprobs).sum(-1)", "-(logprobs.exp() * logprobs).sum(-1, True)"),
+        ("self.critic(features).squeeze(-1)", "self.critic(features)"),
+    ],
+)
+def test_wrong_shapes(change: tuple[str, str]) -> None:
+    """A column in place of a vector would broadcast to all pairs."""
+    with pytest.raises(AssertionError, match=r"not \(B,\)|get_value and evaluate_actions differ"):
+        run(hacked("ppo_atari", change), num_minibatches=1)

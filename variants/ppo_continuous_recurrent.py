@@ -452,6 +452,7 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, indices: Tensor, args: A
     minibatch = Batch(*(x.index_select(0, indices) for x in batch))
     features = agent.get_features(minibatch.obs, minibatch.states, minibatch.is_first)
     logprobs, entropy, values = agent.evaluate_actions(features, minibatch.actions)
+    assert logprobs.shape == entropy.shape == values.shape == minibatch.advantages.shape, "not (B,)"
     logratio = logprobs - minibatch.logprobs
     ratio = logratio.exp()
 
@@ -490,7 +491,7 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, indices: Tensor, args: A
     metrics["losses/grad_norm"] = norm = gradient.norm()
     gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # detail 11
     for x, part in zip(parameters, gradient.split([x.numel() for x in parameters]), strict=True):
-        x.grad = part.view_as(x)
+        x.grad = torch.empty_like(x).copy_(part.view_as(x))  # laid out as x is: fused Adam needs it
     optimizer.step()
     return metrics
 
@@ -638,8 +639,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
-        # eps: detail 3. Fused Adam is silently wrong where weights and gradients differ in layout.
-        agent = Agent(envs, args).to(device, memory_format=torch.contiguous_format)
+        agent = Agent(envs, args).to(device)  # its optimizer's eps: detail 3
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
         if args.resume:
             load_checkpoint(folder, agent, optimizer)
@@ -683,7 +683,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 num_ended, is_whole_interval = 0, iteration % interval == 0
                 next_states = torch.zeros_like(states[0])
             is_cut, is_last = (iteration + 1) % interval == 0, iteration + 1 == num_iterations
-            if args.anneal_lr:  # detail 4
+            if args.anneal_lr:  # detail 4; overwrites any other schedule
                 for group, base in zip(optimizer.param_groups, learning_rates, strict=True):
                     group["lr"].fill_(base * (1 - iteration / num_iterations))
 
@@ -727,7 +727,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             dones = terminations | truncations
             ends = dones.copy()  # where sums of rewards end: at each scheduled checkpoint, too
             ends[-1] |= is_cut
-            scaled_rewards = agent.scale_rewards(rewards, ends, args.gamma)
+            scaled_rewards = agent.scale_rewards(rewards, ends, args.gamma)  # add a bonus here
             for epoch in range(args.update_epochs):
                 # Generalized advantage estimation (arXiv:1506.02438, (16); detail 5). The value
                 # after termination is 0, after truncation that of the true last observation.
@@ -795,7 +795,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
             bar.update(batch_size)
 
-            # Checkpoint
+            # Checkpoint (to stop early, set is_last above it and break below)
             num_ended += len(episodes)
             if is_cut and is_whole_interval and not is_last and not num_ended and rank == 0:
                 hint = "raise --checkpoint-interval, as each checkpoint cuts all episodes"
