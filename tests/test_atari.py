@@ -118,7 +118,10 @@ class Games(gym.vector.VectorEnv):
         self.actions.append(actions.tolist())
         self.lives -= [1, 1, 0]
         no, cut = np.zeros(3, bool), np.array([True, False, False])
-        return self.screens, np.zeros(3), no, cut, {"lives": self.lives.copy()}
+        last = np.array([None] * 3)  # objects, as of gymnasium's own vector environments
+        last[0] = np.full_like(self.screens[0], 7)
+        info = {"lives": self.lives.copy(), "final_obs": last}
+        return self.screens, np.zeros(3), no, cut, info
 
 
 @pytest.mark.parametrize("whole_games", [False, True])
@@ -126,9 +129,11 @@ def test_a_time_limit_after_an_extra_life(whole_games: bool) -> None:
     """A cut game is no termination, although the next one begins with fewer lives."""
     envs = ppo_atari.EpisodicLife(Games("ALE/Breakout-v5"), whole_games)
     envs.reset()
-    _, _, terminations, truncations, _ = envs.step(np.zeros(3, np.int64))
+    _, _, terminations, truncations, info = envs.step(np.zeros(3, np.int64))
     assert terminations.tolist() == [False, not whole_games, False]
     assert truncations.tolist() == [True, False, False]
+    assert info["final_obs"].shape == (3, 84, 84, 4)
+    assert info["final_obs"][:2].mean((1, 2, 3)).tolist() == [7, 0]
 
 
 @pytest.mark.parametrize("whole_games", [False, True])

@@ -125,9 +125,7 @@ def transposed(agent: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("lay_out", [channels_last, transposed])
-def test_layouts(
-    lay_out: Callable, train_agent: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layouts(lay_out: Callable, train_agent: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hacker's agent whose weights lie in another order in memory learns the same ones."""
     script, ends = MODULES["ppo_atari"], []
     flags = SHORT["ppo_atari"] | {"total_timesteps": 128, "update_epochs": 1}
