@@ -9,7 +9,7 @@
 ppo.py with an LSTM, for what isn't seen in one observation; `diff` the two.
 Actions: Discrete, MultiDiscrete or MultiBinary. Observations: whatever flattens to a vector.
 
-    python ppo_recurrent.py --env-id CartPole-v1 --mask-velocity
+    python ppo_recurrent.py --env-id CartPole-v1 --mask-velocity  # settings: benchmark/README.md
 
 "Detail n": see "The 37 Implementation Details of Proximal Policy Optimization", Huang et al. 2022.
 """
@@ -94,8 +94,7 @@ class Args:
 Array = Tensor | np.ndarray
 FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "mask_actions"]  # in a resumed run
 FIXED += ["hidden_size", "mask_velocity"]
-VISIBLE = {"CartPole-v1": [1, 0, 1, 0], "Pendulum-v1": [1, 1, 0]}  # 0 where it is a velocity
-VISIBLE["LunarLander-v3"] = [1, 1, 0, 0, 1, 0, 1, 1]
+VISIBLE = {"CartPole-v1": [1, 0, 1, 0], "LunarLander-v3": [1, 1, 0, 0, 1, 0, 1, 1]}  # 0: a velocity
 
 
 class UsageError(Exception):
@@ -119,7 +118,7 @@ def check(args: Args) -> None:
     batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
     parts = args.num_minibatches * world_size * max(args.sequence_length, 2)
     if batch_size % parts or args.num_steps % args.sequence_length or args.num_envs % world_size:
-        need = f"{parts} equal parts (minibatches, processes, sequences), num_steps into sequences"
+        need = f"{parts} (num_minibatches * processes * sequence_length), num_steps into sequences"
         need += f", num_envs into {world_size}"
         raise UsageError(f"num_envs * num_steps = {batch_size} must divide into {need}")
     if args.total_timesteps < batch_size:
@@ -286,7 +285,7 @@ class Agent(nn.Module):
         self.num_choices, self.num_options = len(nvec), int(max(nvec))
         self.mask_actions = args.mask_actions
         self.lstm = nn.LSTM(obs_size, args.hidden_size)
-        for name, x in self.lstm.named_parameters():
+        for name, x in self.lstm.named_parameters():  # detail 32
             nn.init.zeros_(x) if "bias" in name else nn.init.orthogonal_(x)
         self.lstm.bias_hh_l0.data[args.hidden_size : 2 * args.hidden_size] = 1  # forget less
         size = args.hidden_size + obs_size  # the output, then the observation
@@ -320,7 +319,7 @@ class Agent(nn.Module):
 
     @torch.compiler.disable  # sizes vary with the pieces; an encoder here isn't compiled, either
     def get_features(self, obs: Tensor, states: Tensor, is_first: Tensor) -> Tensor:
-        """The features of steps that lie end to end, by one call of the LSTM, on padded rows.
+        """The features of steps that lie end to end, by one call of the LSTM (detail 36).
 
         Where `is_first`, (B,), a piece begins with its state there; no gradient goes further back.
         """
@@ -610,7 +609,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     envs = make_envs(args, local_num_envs)
                 next_obs, _ = envs.reset(seed=seed_everything(args.seed, iteration, rank))
                 num_ended, is_whole_interval = 0, iteration % interval == 0
-                next_states = torch.zeros_like(states[0])
+                next_states = torch.zeros_like(states[0])  # detail 33
             is_cut, is_last = (iteration + 1) % interval == 0, iteration + 1 == num_iterations
             if args.anneal_lr:  # detail 4; overwrites any other schedule
                 for group, base in zip(optimizer.param_groups, learning_rates, strict=True):
@@ -632,7 +631,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     global_step += args.num_envs
                     states_after[t] = next_states
                     for i in np.flatnonzero(terminated | truncated):
-                        next_states[i] = 0
+                        next_states[i] = 0  # detail 34
                         final_obs[t, i] = infos["final_obs"][i]  # next_obs is of the next episodes
                     if "episode" in infos:  # a return is nan if the episode was not whole
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
@@ -649,10 +648,13 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 b_features = agent.get_features(b_obs.clone(), *pieces[1:])  # networks get clones
                 differences = (b_features - agent.remember(b_obs.clone(), b_states)[0]).abs()
                 assert not (differences > 0.01).any(), "get_features does otherwise than remember"
-                again = agent.get_action(b_features[::8], b_noise[::8])
-                close = torch.isclose(again, b_actions[::8], 1e-3, 1e-3, equal_nan=True)
+                again = agent.get_action(b_features[:64], b_noise[:64])
+                close = torch.isclose(again, b_actions[:64], 1e-3, 1e-3, equal_nan=True)
                 assert close.float().mean() > 0.95, "make_act and get_action differ on equal noise"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_features, b_actions)
+                again = agent.get_value(b_features[:64])
+                close = torch.isclose(again, b_values[:64], 0.05, 0.05, equal_nan=True)
+                assert close.float().mean() > 0.95, "get_value and evaluate_actions differ"
             dones = terminations | truncations
             ends = dones.copy()  # where sums of rewards end: at each scheduled checkpoint, too
             ends[-1] |= is_cut
@@ -687,7 +689,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         metrics[f"debug/{name}"].append(getattr(batch, name).mean())
 
                 sequences = torch.arange(len(b_obs), device=device).view(-1, args.sequence_length)
-                b_indices = sequences[torch.randperm(len(sequences), device=device)]  # detail 6
+                b_indices = sequences[torch.randperm(len(sequences), device=device)]  # detail 6, 35
                 for indices in b_indices.flatten().chunk(args.num_minibatches):
                     for name, x in compiled_update(agent, optimizer, batch, indices, args).items():
                         metrics[name].append(x.clone())  # the next CUDA graph overwrites x
