@@ -46,8 +46,9 @@ def check_run(
     num_envs, compared, scaled, latest = len(patterns), [], [], [None, None]
     scale_rewards = script.Agent.scale_rewards
 
-    def keep(agent: Any, rewards: np.ndarray, *rest: Any) -> np.ndarray:
-        scaled.append((rewards.copy(), scale_rewards(agent, rewards, *rest).copy()))
+    def keep(agent: Any, rewards: np.ndarray, ends: np.ndarray, gamma: float) -> np.ndarray:
+        assert gamma == GAMMA
+        scaled.append((rewards.copy(), scale_rewards(agent, rewards, ends, gamma).copy(), ends))
         return scaled[-1][1]
 
     def value(agent: Any, rows: list[np.ndarray]) -> np.ndarray:
@@ -70,6 +71,9 @@ def check_run(
         rewards, terminated, truncated = map(np.stack, (rewards, terminated, truncated))
         np.testing.assert_array_equal(batch.obs, np.concatenate(obs))
         np.testing.assert_array_equal(scaled[-1][0], rewards.astype(np.float32))
+        ends = terminated | truncated
+        ends[-1] |= len(scaled) == 3  # the last checkpoint is an end of all episodes
+        np.testing.assert_array_equal(scaled[-1][2], ends)
         values, next_values = value(agent, obs), value(agent, next_obs)
         if first_of_iteration or script.Args(**arguments).recompute_advantages:
             torch.testing.assert_close(batch.values.double(), torch.as_tensor(values).flatten())

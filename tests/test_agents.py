@@ -431,3 +431,24 @@ def test_initial_policy() -> None:
         weight = critic[2].weight
         torch.testing.assert_close(weight @ weight.T, 2 * torch.eye(64), atol=1e-4, rtol=0)
         assert all(not critic[i].bias.any() for i in (0, 2, 4))
+
+
+def test_atari_samples() -> None:
+    """Actions come as often as their probabilities say."""
+    torch.manual_seed(0)
+    spaces = Spaces(Box(0, 255, (84, 84, 4), np.uint8), Discrete(6))
+    agent, logits = ppo_atari.Agent(spaces, ppo_atari.Args()), torch.randn(6)
+    samples = (logits + agent.sample_noise(100_000)).argmax(-1)
+    shares = torch.bincount(samples, minlength=6) / 100_000
+    assert (shares - logits.softmax(-1)).abs().max() < 4 * 0.5 / 100_000**0.5
+
+
+def test_heads() -> None:
+    """Heads begin with a gain of 0.01 (actor) and of 1 (critic)."""
+    spaces = Spaces(Box(0, 255, (84, 84, 4), np.uint8), Discrete(6))
+    atari = ppo_atari.Agent(spaces, ppo_atari.Args())
+    agent = ppo.Agent(ppo.make_envs(ppo.Args(), 1), ppo.Args())
+    for actor, critic in ((atari.actor, atari.critic), (agent.actor[-1], agent.critic[-1])):
+        gram = actor.weight @ actor.weight.T
+        torch.testing.assert_close(gram, 1e-4 * torch.eye(len(gram)), rtol=0, atol=1e-7)
+        assert critic.weight.norm().item() == pytest.approx(1)

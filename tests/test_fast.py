@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -422,3 +423,51 @@ def test_a_report_that_raises_in_a_job(rank: int) -> None:
     assert "ZeroDivisionError" in stderr
     assert job.returncode == 1
     assert [step for step, _ in scalars("losses/value_loss")] == [512, 1024, 1536, 2048]
+
+
+SHARED = f"""
+import sys
+
+sys.path[:0] = {[str(ROOT / "tests"), str(ROOT)]!r}
+import probe_envs
+from ppo import Args, train
+
+train(Args(env_id="probe_envs:Drawn-v0", num_envs=2, total_timesteps=1024, eval_episodes=0))
+"""
+
+
+def test_a_job_shares_the_environments() -> None:
+    """Of two environments, each process has one, another one; episodes of both are reported."""
+    done = torchrun(SHARED)
+    assert done.returncode == 0, done.stderr
+    returns = scalars("charts/episodic_return")
+    assert [step for step, _ in returns] == [2 * (i // 2 + 1) for i in range(1024)]
+    assert [*Counter(worth for _, worth in returns).values()] == [512, 512]
+
+
+STOPS = f"""
+import os
+import sys
+
+sys.path.insert(0, {str(ROOT)!r})
+import ppo
+import torch
+
+updates, kl = [], 0.08 * int(os.environ["RANK"])
+
+def update(*args):  # no collective in it: a wrong count shows, and nothing hangs
+    updates.append(args)
+    return {{"losses/approx_kl": torch.tensor(kl)}}
+
+ppo.update = update
+ppo.train(ppo.Args(target_kl=0.02, total_timesteps=1024, eval_episodes=0))
+sys.stdout.write(f"updates {{len(updates)}}\\n")
+"""
+
+
+def test_a_job_stops_an_update_together() -> None:
+    """A KL that is large in one process, and on average, ends the epochs of both."""
+    done = torchrun(STOPS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("updates 8\n") == 2  # 4 minibatches in each of 2 iterations
+    assert scalars("losses/approx_kl")[0][1] == pytest.approx(0.04)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import kept_batches
+from conftest import kept_batches, scalars
 from probe_envs import Bounded
 
 import ppo
@@ -169,3 +169,14 @@ def test_actions_are_bounded_for_the_environment_only(
     np.testing.assert_allclose(np.stack(Bounded.received), expected, rtol=1e-5, atol=1e-6)
     # And the best action, 8 and -0.1, is found: 0.5 and 1 / 3 of the way from the middle.
     assert bound(actions(agent, 1.0)[0]) == pytest.approx([0.5, 1 / 3], abs=0.1)
+
+
+def test_bonus_for_entropy(train_agent: Callable) -> None:
+    """With a bonus of 1, rewards of -1 and 1 are best played by their softmax; evaluated, by 1."""
+    flags = SETTINGS | {"env_id": "probe_envs:Acted-v0", "norm_adv": False, "ent_coef": 1.0}
+    agent, score = train_agent(ppo, eval_episodes=100, **flags)
+    logprobs, _, _ = agent.evaluate_actions(torch.tensor([[-1.0], [1.0]]), torch.ones(2, 1).long())
+    assert logprobs.exp().tolist() == pytest.approx([1 / (1 + np.exp(-2))] * 2, abs=0.06)
+    assert score < 0.95
+    assert scalars("eval/return")[0][1] == 1
+    assert scalars("eval/return_std")[0][1] == 0

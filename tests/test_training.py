@@ -460,3 +460,67 @@ def test_scalars() -> None:
 def test_cartpole_is_learned() -> None:
     """A fifth of the default run is enough for several times the return of chance, 22."""
     assert ppo.train(ppo.Args(eval_episodes=0, total_timesteps=100_000)) > 150
+
+
+def test_weights_of_the_losses() -> None:
+    """The policy loss, plus vf_coef times the value loss, minus ent_coef times the entropy."""
+    numbers = torch.nn.Parameter(torch.tensor([[0.0, 0.0], [0.3, 0.5], [1.0, 2.0]]))
+    agent = SimpleNamespace(evaluate_actions=lambda *_: (numbers[0], numbers[1], numbers[2]))
+    zeros = torch.zeros(2)
+    batch = ppo.Batch(zeros, zeros, zeros, torch.tensor([1.0, -3.0]), zeros, zeros)
+    flags = {"norm_adv": False, "clip_vloss": False, "max_grad_norm": 9, "vf_coef": 0.25}
+    optimizer, before = torch.optim.SGD([numbers], lr=1.0), numbers.detach().clone()
+    metrics = ppo.update(
+        agent, optimizer, batch, torch.arange(2), ppo.Args(**flags, ent_coef=0.125)
+    )
+    gradient = (before - numbers.detach()).tolist()
+    assert gradient[0] == pytest.approx([-1 / 2, 3 / 2])
+    assert gradient[1] == pytest.approx([-0.125 / 2] * 2)
+    assert gradient[2] == pytest.approx([0.25 * 1 / 2, 0.25 * 2 / 2])
+    assert metrics["losses/entropy"].item() == pytest.approx(0.4)
+
+
+def test_value_loss_is_the_larger() -> None:
+    """A value that moved beyond the clip, away from its return, is pulled back."""
+    zeros = torch.zeros(1)
+    batch = ppo.Batch(zeros, zeros, zeros, zeros, zeros, torch.tensor([1.0]))
+    flags = {"norm_adv": False, "vf_coef": 1, "max_grad_norm": 9}
+    metrics, moved = updated([0.0], [2.0], batch, **flags)
+    assert metrics["losses/value_loss"] == 2  # with the value clipped, 1.2, it would be 0.72
+    assert moved == pytest.approx([0, 2], abs=1e-6)
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_continuous])
+def test_intervals_differ(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a checkpoint, episodes begin elsewhere, and the noise is another."""
+    sample_noise, noises = script.Agent.sample_noise, []
+
+    def keep(agent: Any, *shape: int) -> torch.Tensor:
+        noises.append(sample_noise(agent, *shape))
+        return noises[-1]
+
+    monkeypatch.setattr(script.Agent, "sample_noise", keep)
+    args = script.Args(**SHORT[script.__name__] | {"checkpoint_interval": 1, "update_epochs": 1})
+    with kept_batches(script) as batches:
+        script.train(args)
+    firsts = torch.cat([batch.obs[: args.num_envs] for batch in batches])
+    assert len(firsts.unique(dim=0)) == 4 * args.num_envs
+    assert len({tuple(x.flatten().tolist()) for x in noises}) == 4
+
+
+def test_explained_variance() -> None:
+    """It is 1 where values are the returns, and 0 where they explain nothing."""
+    with kept_batches(ppo) as batches:
+        ppo.train(ppo.Args(**SHORT["ppo"]))
+    expected = [1 - (x.returns - x.values).var() / x.returns.var() for x in batches]
+    logged = [x for _, x in scalars("losses/explained_variance")]
+    assert logged == pytest.approx([x.item() for x in expected], abs=1e-4)
+
+
+def test_num_threads() -> None:
+    """PyTorch has the threads that it is given."""
+    seen = []
+    ppo.train(
+        ppo.Args(**SHORT["ppo"], num_threads=3), lambda *_: seen.append(torch.get_num_threads())
+    )
+    assert set(seen) == {3}
