@@ -138,8 +138,8 @@ def test_layouts(lay_out: Callable, train_agent: Callable, monkeypatch: pytest.M
         assert not all(x.is_contiguous() for x in agent.parameters())
         return agent
 
-    for agent in (make, make_laid_out):
-        monkeypatch.setattr(script, "Agent", agent)
+    for make_agent in (make, make_laid_out):
+        monkeypatch.setattr(script, "Agent", make_agent)
         ends.append(vector(train_agent(script, **flags)[0].state_dict()))
         ends.append(vector(train_agent(script, **flags | {"learning_rate": 1e-30})[0].state_dict()))
     (end, start), (other_end, other_start) = ends[:2], ends[2:]
