@@ -272,12 +272,12 @@ class Agent(nn.Module):
         logprob = logprobs.gather(-1, actions[..., None]).squeeze(-1)
         return logprob, entropy, self.critic(features).squeeze(-1)
 
-    def scale_rewards(self, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
+    def scale_rewards(self, rewards: np.ndarray, ends: np.ndarray, gamma: float) -> np.ndarray:
         """Hook: the rewards to learn from, (num_steps, num_envs); here, their signs (detail 19)."""
         return np.sign(rewards)
 
     def finish_iteration(self, obs: Tensor) -> dict[str, float]:
-        """Hook: adapt to what was learned from, and return scalars to log; here, nothing."""
+        """Hook after each iteration: adapt to its observations, return what to log; here, none."""
         return {}
 
 
@@ -420,7 +420,7 @@ def load_checkpoint(
 
 
 def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
-    """Seed everything and play greedy episodes with a checkpoint; print, return the raw returns."""
+    """Seed everything, play greedy episodes with a checkpoint; return raw returns' mean and std."""
     seed, returns = seed_everything(args.seed), []
     video_folder = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S-%f}")
     # A single environment: if several raced for the episodes, short ones would be favoured.
@@ -471,7 +471,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
-        agent = Agent(envs, args).to(device)  # its optimizer's eps: detail 3
+        agent = Agent(envs, args).to(device)  # below: eps is detail 3; compiled, unfused is faster
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
         if args.resume:
             load_checkpoint(folder, agent, optimizer)
@@ -486,7 +486,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 start_tracking(args, folder, on_exit)
             writer = on_exit.enter_context(SummaryWriter(folder, purge_step=global_step + 1))
             writer.add_text("hyperparameters", str(asdict(args)), global_step)
-            text = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)
+            run_args = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)
 
         # A rollout, on the host, where the environments are; final_obs is of episodes that ended.
         shape = (args.num_steps, local_num_envs)
@@ -503,8 +503,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
             # Environments and wrappers can't be saved. So that a run resumed from a scheduled
-            # checkpoint goes the way of an undisturbed one, both make them anew every `interval`,
-            # and seed all generators by the iteration, twice, as making them may draw numbers.
+            # checkpoint equals an undisturbed one, both make them anew every `interval` iterations
+            # and seed all generators by the iteration: before, as making may draw some, and after.
             if iteration == first_iteration or iteration % interval == 0:
                 if iteration > first_iteration:
                     envs.close()
@@ -617,11 +617,11 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 tqdm.write(f"no whole episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
                 writer.flush()
-                saved = {"iteration": iteration + 1, "last_returns": last_returns, "args": text}
+                saved = {"iteration": iteration + 1, "last_returns": last_returns, "args": run_args}
                 saved |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save(saved, folder / "checkpoint.tmp")
                 os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # all or nothing
-                if args.eval_checkpoints and is_cut and not is_last:  # all is seeded anew after it
+                if args.eval_checkpoints and is_cut and not is_last:  # only here: it seeds all
                     log(writer, evaluate(args, folder), global_step)
             if report:
                 report(global_step, mean_return)

@@ -96,7 +96,7 @@ class Args:
 
 
 Array = Tensor | np.ndarray
-FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "squash", "state_std"]  # in a resumed run
+FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "squash", "state_std", "log_std_init"]
 
 
 class UsageError(Exception):
@@ -206,7 +206,7 @@ class Staggered(RecordEpisodeStatistics):
 def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
     """Make environments (detail 1): vectors to observe, the actions of `Agent`, raw rewards.
 
-    One whose episode ends is reset in the same step; `info` has its "final_obs", "final_info".
+    One whose episode ends is reset in the same step; `info` has its "final_obs".
     With a `video_folder`, `eval_episodes` episodes are recorded there. Raises `UsageError`.
     """
     if "ALE/" in args.env_id:
@@ -255,7 +255,7 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
 
 
 def in_numpy(layer: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
-    """The layer or network on arrays, until its weights change: with few rows, a speed-up."""
+    """The layer or network for arrays, with its present weights; for few rows, a speed-up."""
     kind = None if layer._forward_hooks or layer._forward_pre_hooks else type(layer)
     if kind is nn.Sequential:
         functions = [in_numpy(x) for x in layer]
@@ -341,7 +341,7 @@ class Agent(nn.Module):
         return mean, (log_std + change).clip(self.log_std_min)
 
     def get_distribution(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and logarithm of the standard deviation of the actions, as above."""
+        """What `get_mean_and_log_std` returns, from raw observations, (B, obs_size)."""
         obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.std)
         return self.get_mean_and_log_std(self.actor(obs), self.log_std)
 
@@ -385,20 +385,20 @@ class Agent(nn.Module):
             entropy = entropy + log_slope.sum(-1)
         return logprob, entropy, self.get_value(obs)
 
-    def scale_rewards(self, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
-        """Hook: the rewards to learn from, (num_steps, num_envs). Here, divided by the deviation of
-        the discounted return, which restarts with each episode, and clipped (details 30, 31).
+    def scale_rewards(self, rewards: np.ndarray, ends: np.ndarray, gamma: float) -> np.ndarray:
+        """Hook: the rewards to learn from, (num_steps, num_envs). Here, divided by the standard
+        deviation of the discounted return, which restarts at `ends`, and clipped (details 30, 31).
         """
         returns = np.zeros_like(rewards)
         for t in range(len(rewards)):
             returns[t] = gamma * self.discounted_returns + rewards[t]
-            self.discounted_returns = returns[t] * ~dones[t]
+            self.discounted_returns = returns[t] * ~ends[t]
         self.return_statistics.update(torch.tensor(returns.ravel(), device=self.log_std.device))
         return (rewards / float(self.return_statistics.std)).clip(-10, 10)
 
     @torch.no_grad()
     def finish_iteration(self, obs: Tensor) -> dict[str, float]:
-        """Hook: adapt to what was learned from, and return scalars to log: here, the std."""
+        """Hook after each iteration: adapt to its observations, return scalars to log (the std)."""
         self.log_std.clamp_(self.log_std_min)
         std = gather(self.get_distribution(obs)[1].exp()).mean().item()
         self.obs_statistics.update(obs)  # only now: a rollout and its update normalize alike
@@ -544,7 +544,7 @@ def load_checkpoint(
 
 
 def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
-    """Seed everything and play greedy episodes with a checkpoint; print, return the raw returns."""
+    """Seed everything, play greedy episodes with a checkpoint; return raw returns' mean and std."""
     seed, returns = seed_everything(args.seed), []
     video_folder = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S-%f}")
     # A single environment: if several raced for the episodes, short ones would be favoured.
@@ -595,7 +595,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
-        agent = Agent(envs, args).to(device)  # its optimizer's eps: detail 3
+        agent = Agent(envs, args).to(device)  # below: eps is detail 3; compiled, unfused is faster
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
         if args.resume:
             load_checkpoint(folder, agent, optimizer)
@@ -610,7 +610,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 start_tracking(args, folder, on_exit)
             writer = on_exit.enter_context(SummaryWriter(folder, purge_step=global_step + 1))
             writer.add_text("hyperparameters", str(asdict(args)), global_step)
-            text = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)
+            run_args = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)
 
         # A rollout, on the host, where the environments are; final_obs is of episodes that ended.
         shape = (args.num_steps, local_num_envs)
@@ -627,8 +627,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
             # Environments and wrappers can't be saved. So that a run resumed from a scheduled
-            # checkpoint goes the way of an undisturbed one, both make them anew every `interval`,
-            # and seed all generators by the iteration, twice, as making them may draw numbers.
+            # checkpoint equals an undisturbed one, both make them anew every `interval` iterations
+            # and seed all generators by the iteration: before, as making may draw some, and after.
             if iteration == first_iteration or iteration % interval == 0:
                 if iteration > first_iteration:
                     envs.close()
@@ -741,11 +741,11 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 tqdm.write(f"no whole episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
                 writer.flush()
-                saved = {"iteration": iteration + 1, "last_returns": last_returns, "args": text}
+                saved = {"iteration": iteration + 1, "last_returns": last_returns, "args": run_args}
                 saved |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save(saved, folder / "checkpoint.tmp")
                 os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # all or nothing
-                if args.eval_checkpoints and is_cut and not is_last:  # all is seeded anew after it
+                if args.eval_checkpoints and is_cut and not is_last:  # only here: it seeds all
                     log(writer, evaluate(args, folder), global_step)
             if report:
                 report(global_step, mean_return)

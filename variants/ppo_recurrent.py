@@ -194,7 +194,7 @@ class FastEnvs(gym.vector.VectorWrapper):
 def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
     """Make environments (detail 1): vectors to observe, the actions of `Agent`, raw rewards.
 
-    One whose episode ends is reset in the same step; `info` has its "final_obs", "final_info".
+    One whose episode ends is reset in the same step; `info` has its "final_obs".
     With a `video_folder`, `eval_episodes` episodes are recorded there. Raises `UsageError`.
     """
     if "ALE/" in args.env_id:
@@ -252,7 +252,7 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
 
 
 def in_numpy(layer: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
-    """The layer or network on arrays, until its weights change: with few rows, a speed-up."""
+    """The layer or network for arrays, with its present weights; for few rows, a speed-up."""
     kind = None if layer._forward_hooks or layer._forward_pre_hooks else type(layer)
     if kind is nn.Sequential:
         functions = [in_numpy(x) for x in layer]
@@ -363,12 +363,12 @@ class Agent(nn.Module):
         logprob = logprobs.gather(-1, actions[..., None]).sum((-1, -2))
         return logprob, entropy, self.get_value(obs)
 
-    def scale_rewards(self, rewards: np.ndarray, dones: np.ndarray, gamma: float) -> np.ndarray:
+    def scale_rewards(self, rewards: np.ndarray, ends: np.ndarray, gamma: float) -> np.ndarray:
         """Hook: the rewards to learn from, (num_steps, num_envs); here, the raw ones."""
         return rewards
 
     def finish_iteration(self, obs: Tensor) -> dict[str, float]:
-        """Hook: adapt to what was learned from, and return scalars to log; here, nothing."""
+        """Hook after each iteration: adapt to its observations, return what to log; here, none."""
         return {}
 
 
@@ -513,7 +513,7 @@ def load_checkpoint(
 
 
 def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
-    """Seed everything and play greedy episodes with a checkpoint; print, return the raw returns."""
+    """Seed everything, play greedy episodes with a checkpoint; return raw returns' mean and std."""
     seed, returns = seed_everything(args.seed), []
     video_folder = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S-%f}")
     # A single environment: if several raced for the episodes, short ones would be favoured.
@@ -567,7 +567,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
-        agent = Agent(envs, args).to(device)  # its optimizer's eps: detail 3
+        agent = Agent(envs, args).to(device)  # below: eps is detail 3; compiled, unfused is faster
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
         if args.resume:
             load_checkpoint(folder, agent, optimizer)
@@ -582,7 +582,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 start_tracking(args, folder, on_exit)
             writer = on_exit.enter_context(SummaryWriter(folder, purge_step=global_step + 1))
             writer.add_text("hyperparameters", str(asdict(args)), global_step)
-            text = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)
+            run_args = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)
 
         # A rollout, on the host, where the environments are; final_obs is of episodes that ended.
         shape = (args.num_steps, local_num_envs)
@@ -600,8 +600,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
             # Environments and wrappers can't be saved. So that a run resumed from a scheduled
-            # checkpoint goes the way of an undisturbed one, both make them anew every `interval`,
-            # and seed all generators by the iteration, twice, as making them may draw numbers.
+            # checkpoint equals an undisturbed one, both make them anew every `interval` iterations
+            # and seed all generators by the iteration: before, as making may draw some, and after.
             if iteration == first_iteration or iteration % interval == 0:
                 if iteration > first_iteration:
                     envs.close()
@@ -733,11 +733,11 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 tqdm.write(f"no whole episode ended in {interval} iterations: {hint}", sys.stderr)
             if rank == 0 and (is_cut or is_last or stop_signals):
                 writer.flush()
-                saved = {"iteration": iteration + 1, "last_returns": last_returns, "args": text}
+                saved = {"iteration": iteration + 1, "last_returns": last_returns, "args": run_args}
                 saved |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save(saved, folder / "checkpoint.tmp")
                 os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # all or nothing
-                if args.eval_checkpoints and is_cut and not is_last:  # all is seeded anew after it
+                if args.eval_checkpoints and is_cut and not is_last:  # only here: it seeds all
                     log(writer, evaluate(args, folder), global_step)
             if report:
                 report(global_step, mean_return)
