@@ -15,7 +15,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from report import PUBLISHED, best, last_hundred, rows_of
+from report import PUBLISHED, best, rows_of
 from rliable import library, metrics, plot_utils
 from run import MAIN, MUJOCO, RESULTS, read
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -33,6 +33,15 @@ DEBUGGING = {
     "losses/grad_norm": "gradient norm",
     "debug/advantages": "advantages",
 }
+
+
+def last_hundred(points: list[tuple[float, int]]) -> float:
+    """The mean return of a run's last 100 episodes, the first ones by the mean of their part."""
+    total, left = 0.0, 100
+    for mean, episodes in reversed(points):
+        total += mean * min(episodes, left)
+        left -= min(episodes, left)
+    return total / (100 - left)
 
 
 def curves() -> dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]:

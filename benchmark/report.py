@@ -5,6 +5,7 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; `TABLES` has the names.
 """
 
+import math
 import re
 import statistics
 from collections import defaultdict
@@ -68,7 +69,6 @@ SPEEDS = [  # environment, who, name in the table
     ("ALE/Breakout-v5", "ppo_atari.py", "ALE/Breakout-v5"),
     ("ALE/Breakout-v5", "ppo_atari.py --bf16", "ALE/Breakout-v5, `--bf16`"),
 ]
-WITHOUT_BF16 = "2 x Intel(R) Xeon(R) Processor"  # the one that phases.csv has lacks the units
 
 
 def mean_and_spread(x: list[float]) -> str:
@@ -81,28 +81,6 @@ def published(env_id: str) -> dict[str, str]:
     """What others report for an environment."""
     found = {who: figures.get(env_id) for who, figures in PUBLISHED.items()}
     return {who: f"{x[0]} ± {x[1]}" if x else "" for who, x in found.items()}
-
-
-def curves() -> dict[tuple[str, ...], list[tuple[float, int]]]:
-    """By script, environment, flags and seed: the mean return and number of a part's episodes."""
-    points = defaultdict(list)
-    for row in read("curves.csv"):
-        key = tuple(row[x] for x in ("script", "env_id", "flags", "seed"))
-        points[key].append((float(row["return"]), int(row["episodes"])))
-    return points
-
-
-def last_hundred(points: list[tuple[float, int]]) -> float:
-    """The mean return of a run's last 100 episodes, the first ones by the mean of their part.
-
-    Not the `score` of runs.csv, as the scripts reported one too high before commit 546487f: of
-    episodes that ended in the same step, they counted the better ones.
-    """
-    total, left = 0.0, 100
-    for mean, episodes in reversed(points):
-        total += mean * min(episodes, left)
-        left -= min(episodes, left)
-    return total / (100 - left)
 
 
 def best(rows: list[dict[str, str]]) -> list[float]:
@@ -138,13 +116,13 @@ def results(runs: list[Run], without: tuple[str, ...] = ()) -> str:
     columns = ["environment", "command", "steps", "seeds", "training", "lowest .. highest"]
     columns += ["greedy", "best", "minutes", "commit", *PUBLISHED]
     columns = [x for x in columns if x not in without]
-    points, lines = curves(), []
+    lines = []
     for run in runs:
         script, env_id, _, flags = run
         rows = rows_of(run)
         if not rows:
             continue
-        scores = [last_hundred(points[script, env_id, flags, row["seed"]]) for row in rows]
+        scores = [float(row["score"]) for row in rows]
         greedy = [float(row["greedy"]) for row in rows if row["greedy"]]
         cells = {
             "environment": env_id,
@@ -165,15 +143,14 @@ def results(runs: list[Run], without: tuple[str, ...] = ()) -> str:
 
 def ablation(changes: list[str], tasks: list[str]) -> str:
     """What each change of a default does, training (greedy), on the same seeds."""
-    points, lines = curves(), []
+    lines = []
     for change in ["", *changes]:
         cells = []
         for task in tasks:
             flags = f"{compiled(task)} {change}".strip()
             rows = rows_of(("ppo_continuous.py", task, FRESH[:5], flags))
-            seeds = [points["ppo_continuous.py", task, flags, row["seed"]] for row in rows]
-            training = mean_and_spread([last_hundred(x) for x in seeds])
-            cells.append(f"{training} ({mean_and_spread([float(x['greedy']) for x in rows])})")
+            training, greedy = ([float(x[key]) for x in rows] for key in ("score", "greedy"))
+            cells.append(f"{mean_and_spread(training)} ({mean_and_spread(greedy)})")
         lines.append([f"`{label('', change)}`" if change else "nothing", *cells])
     return table(["defaults but for", *tasks], lines)
 
@@ -338,8 +315,9 @@ def tuned() -> str:
     for row in read("tuned.csv"):
         groups[row["env_id"], row["who"]].append(row)
     for (env_id, who), rows in groups.items():
-        steps = [int(x["steps_to_goal"]) for x in rows if x["steps_to_goal"]]
-        goal = f"{statistics.median(steps):,.0f} ({len(steps)} of {len(rows)})" if steps else ""
+        steps = [float(x["steps_to_goal"] or "inf") for x in rows]  # inf: never reached
+        reached = sum(x < math.inf for x in steps)
+        goal = f"{statistics.median(steps):,.0f} ({reached} of {len(rows)})" if reached else ""
         score = mean_and_spread([float(x["score"]) for x in rows])
         flags = f"`{rows[0]['flags']}`"
         lines.append([env_id, who, str(len(rows)), goal, score, rows[0]["search_s"], flags])

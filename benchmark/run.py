@@ -169,7 +169,7 @@ def append(name: str, rows: list[dict]) -> None:
     path = RESULTS / name
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
-    if not new and read(name)[0].keys() != rows[0].keys():
+    if not new and [*read(name)[0]] != [*rows[0]]:
         raise ValueError(f"{path} has other columns: move it away")
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
