@@ -58,6 +58,9 @@ PUBLISHED = {
     },
 }
 
+HEADINGS = {"CleanRL": "CleanRL, training", "Tianshou": "Tianshou, best greedy"}
+PAGES = ["README.md", "benchmark/README.md", "benchmark/SEARCH.md"]  # that have tables
+
 Run = tuple[str, str, Sequence[int], str]  # script, environment, seeds, flags
 
 # The rows of README.md, of the defaults, and Breakout's of three seeds.
@@ -138,7 +141,7 @@ def results(runs: list[Run], without: tuple[str, ...] = ()) -> str:
         }
         cells |= published(env_id) if "timesteps" not in flags else dict.fromkeys(PUBLISHED, "")
         lines.append([cells[x] for x in columns])
-    return table(columns, lines)
+    return table([HEADINGS.get(x, x) for x in columns], lines)
 
 
 def ablation(changes: list[str], tasks: list[str]) -> str:
@@ -217,12 +220,15 @@ def cleanrl_speeds() -> str:
             peers = [cleanrl, groups[machine, env_id, who.split(" --vec")[0]]]
             found = [ratios(rows, peer) for peer in peers]
             cells = [f"{statistics.median(x):.2f} ({min(x):.2f} .. {max(x):.2f})" for x in found]
-            lines.append([env_id, f"`{who}`", cells[0], cells[1] if "--vec" in who else ""])
+            same = who.split(" --")[0] != "ppo_continuous.py"  # our defaults aren't CleanRL's
+            cells = [cells[0] if same else "", cells[1] if "--vec" in who else ""]
+            if any(cells):
+                lines.append([env_id, f"`{who}`", *cells])
     return table(["environment", "who", "of CleanRL's", "of sync's"], lines)
 
 
 def short_speeds() -> str:
-    """The medians of the ratios, on the last machine that ran both."""
+    """The medians of the ratios, on the first machine that ran both."""
     groups, lines = speed_rows(), []
     for env_id, who, name in SPEEDS:
         cells = []
@@ -230,7 +236,7 @@ def short_speeds() -> str:
             for ours in (who, f"{who} --compile"):
                 found = []
                 for machine, *run in groups:
-                    if run == [env_id, ours] and (machine, env_id, peer) in groups:
+                    if run == [env_id, ours] and (machine, env_id, peer) in groups and not found:
                         found = ratios(groups[machine, *run], groups[machine, env_id, peer])
                 cells.append(f"{statistics.median(found):.1f}" if found else "")
         lines.append([name, *cells])
@@ -375,9 +381,9 @@ def renewed(text: str) -> str:
 
 
 def main() -> None:
-    """Write the tables into both files."""
-    for path in (ROOT / "README.md", ROOT / "benchmark/README.md"):
-        path.write_text(renewed(path.read_text()))
+    """Write the tables into the pages."""
+    for page in PAGES:
+        (ROOT / page).write_text(renewed((ROOT / page).read_text()))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SCRIPTS, scalars
-from report import renewed
+from report import PAGES, renewed
 
 ROOT = Path(__file__).resolve().parent.parent
 DIFFERENT = {"Args", "FIXED", "FlatEnv", "make_envs", "Agent"}  # by intent
@@ -67,7 +67,7 @@ def test_results_are_on_file() -> None:
     assert shown >= 8
 
 
-@pytest.mark.parametrize("name", ["README.md", "benchmark/README.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_tables_are_the_reports(name: str) -> None:
     """The tables between markers are what benchmark/report.py makes of the files."""
     text = (ROOT / name).read_text()

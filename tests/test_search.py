@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 SHORT = ["--total-timesteps", "4096"]
 
 
-def command(variant: str, script: str, *flags: Any, **options: Any) -> subprocess.Popen:
+def command(variant: Any, script: Any, *flags: Any, **options: Any) -> subprocess.Popen:
     """Start a search as a user does, in a group of processes of its own."""
     arguments = [sys.executable, ROOT / "variants" / variant, ROOT / script, *map(str, flags)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -98,8 +98,15 @@ def test_tune() -> None:
     last = reports[max(step for step in reports if step <= 100)]
     assert float(re.search(r"mean return (\S+) over", done.stdout)[1]) == round(last, 1)
 
-    more = len(trials()) + 6
-    finished(command("tune.py", "ppo.py", *flags, "--trials", more, "--max-grad-norm", 1e-12))
+    other = command("tune.py", "ppo.py", *flags, "--trials", 20, "--max-grad-norm", 1e-12)
+    _, stderr = other.communicate(timeout=100)
+    assert other.returncode == 2
+    assert re.search("another search, .*4096.*, is here: change the folder", stderr)
+
+    script = (ROOT / "variants/tune.py").read_text()
+    Path("tune.py").write_text(script.replace("--num-envs {", "--max-grad-norm 1e-12 --num-envs {"))
+    process = command(Path.cwd() / "tune.py", "ppo.py", *flags, "--trials", len(trials()) + 6)
+    finished(process)
     assert states()["PRUNED"] >= 1
     pruned = [trial for trial in trials() if trial.state.name == "PRUNED"]
     assert all(trial.last_step >= 10 for trial in pruned)
@@ -126,6 +133,28 @@ def test_tune_to_a_goal() -> None:
             assert -4096 < trial.value < 0
     assert states()["FAIL"] > 0
     assert re.search(r"best, -\d+: python \S+/ppo.py .*--env-id CartPole-v1", process.stdout)
+
+
+def test_tune_to_a_goal_that_is_never_reached() -> None:
+    """A trial is worth its budget then, whatever its rollouts round that to; nan is no return.
+
+    No episode of MountainCar ends within 180 steps, so nothing is known by which to prune.
+    """
+    flags = ["--env-id", "MountainCar-v0", "--goal", 0, "--trials", 7, "--seeds", 1]
+    flags += ["--total-timesteps", 2880, "--jobs", 1]
+    finished(command("tune.py", "ppo.py", *flags))
+    assert [trial.value for trial in trials()] == [-2880] * 7
+    assert states() == {"COMPLETE": 7}
+
+
+def test_tune_where_all_trials_fail() -> None:
+    """One sentence, after the reasons."""
+    flags = ["--env-id", "Missing-v0", "--trials", 2, "--jobs", 1]
+    process = command("tune.py", "ppo.py", *flags)
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert stderr.splitlines()[-1] == "tune.py: no trial was completed, see above and log-*.txt"
+    assert "cannot make Missing-v0" in stderr
 
 
 def test_tune_says_what_is_wrong() -> None:

@@ -56,7 +56,8 @@ def train_member(config: dict[str, Any], options: Options, flags: list[str], sta
     args.checkpoint_interval = max(1, iterations // options.exchanges)
     run, part = None, 0
     if tune.get_checkpoint():
-        run = Path(f"runs/{len([*Path('runs').glob('*')])}")
+        name = f"{tune.get_context().get_trial_id()}-{len([*Path('runs').glob('*')])}"
+        run = Path("runs", name)
         tune.get_checkpoint().to_directory(run)
         args.resume = str(run)
         part = script.load_checkpoint(run)["iteration"] // args.checkpoint_interval
@@ -75,7 +76,7 @@ def train_member(config: dict[str, Any], options: Options, flags: list[str], sta
         script.train(args, report)
     except Exception as error:  # costs this member only, whose place a copy takes
         result = {"score": -1e9, "part": part + 1, "turn": part + 1 - start}
-        tune.report(result | {"error": repr(error)})  # shown beside the score
+        tune.report(result | {"error": repr(error)})  # in the member's result.json
 
 
 if __name__ == "__main__":

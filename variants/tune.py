@@ -3,6 +3,7 @@
     python tune.py ../ppo.py --env-id CartPole-v1 --total-timesteps 100000
 
 Edit `suggest`. Study, plots and runs are left here; the same command goes on if stopped or killed.
+Another search needs another folder, and another --storage.
 """
 
 import sys
@@ -41,6 +42,10 @@ class Options:
     storage: str | None = None  # URL of a database, for many machines; without it, journal.log
 
 
+class GoalReached(Exception):
+    """Ends the training of a seed."""
+
+
 def work(number: int, study: optuna.Study, options: Options, flags: list[str]) -> None:
     """Run trials, one after the other, until there are enough."""
     script = import_module(options.script.stem)
@@ -53,15 +58,17 @@ def work(number: int, study: optuna.Study, options: Options, flags: list[str]) -
         def report(global_step: int, mean_return: float) -> None:
             steps.append(global_step)
             if options.goal is not None and mean_return >= options.goal:
-                raise StopIteration
+                raise GoalReached
             share = 100 * global_step // args.total_timesteps  # as rollouts differ in size
-            trial.report(mean_return, 100 * len(values) + share)
+            if mean_return == mean_return:  # nan: no episode has ended
+                trial.report(mean_return, 100 * len(values) + share)
             if share >= 10 and trial.should_prune():
                 raise optuna.TrialPruned
 
         for seed in options.seeds:
-            with suppress(StopIteration):
+            with suppress(GoalReached):
                 score = script.train(replace(args, seed=seed, eval_episodes=0), report)
+                steps.append(args.total_timesteps)  # the goal wasn't reached
             values.append(score if options.goal is None else -steps[-1])
         cut = len(values) // 4
         return float(np.mean(sorted(values)[cut : len(values) - cut]))
@@ -78,12 +85,20 @@ if __name__ == "__main__":
     storage = options.storage or optuna.storages.JournalStorage(file)
     named = {"study_name": options.script.stem, "load_if_exists": True}
     study = optuna.create_study(storage=storage, direction="maximize", **named)
+    search = {"flags": flags, "seeds": [*options.seeds], "goal": options.goal}
+    before = study.user_attrs.get("search", search)
+    if before != search:
+        print(f"tune.py: another search, {before}, is here: change the folder", file=sys.stderr)
+        sys.exit(2)
+    study.set_user_attr("search", search)
     arguments = study, options, flags
     workers = [SpawnProcess(target=work, args=[i, *arguments]) for i in range(options.jobs)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
+    if not study.get_trials(states=[optuna.trial.TrialState.COMPLETE]):
+        sys.exit("tune.py: no trial was completed, see above and log-*.txt")
     best = study.best_trial
     print(f"best, {best.value:g}: python", options.script, *flags, *suggest(best).split())
     plots.plot_optimization_history(study).figure.savefig("history.png", bbox_inches="tight")
