@@ -30,6 +30,12 @@ CASES = {
         "--env-id Hopper-v5 --num-envs 1 --num-steps 2048 --total-timesteps 6144",
     ],
     "ppo_atari.py": ["--num-threads 1 --checkpoint-interval 1 --total-timesteps 2048"],
+    "variants/ppo_recurrent.py": [
+        "--mask-velocity --checkpoint-interval 5 --total-timesteps 5120",
+    ],
+    "variants/ppo_continuous_recurrent.py": [
+        "--env-id Pendulum-v1 --mask-velocity --checkpoint-interval 1 --total-timesteps 4096",
+    ],
 }
 
 
