@@ -47,10 +47,10 @@ class Args:
     env_id: str | None = None  # task to learn; all of them by default
 
 
-def peer(args: Args, env_id: str, steps: int, seed: int) -> dict[str, float]:
+def peer(args: Args, env_id: str, steps: int, seed: int, *words: str) -> dict[str, float]:
     """Run RecurrentPPO."""
     script = ROOT / "benchmark/sb3_recurrent.py"
-    command = [args.peer_python, script, env_id, str(steps), str(seed)]
+    command = [args.peer_python, script, env_id, str(steps), str(seed), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -59,14 +59,18 @@ def speed(args: Args) -> None:
     """Time all of them on CartPole, alternately."""
     rows = []
     for turn in range(args.rounds):
-        theirs = peer(args, "CartPole-v1", STEPS, 1)
-        found = {"RecurrentPPO": round(theirs["steps_per_s"])}
+        peers = {"RecurrentPPO": [], "RecurrentPPO, one LSTM": ["one"]}
+        found = {
+            who: round(peer(args, "CartPole-v1", STEPS, 1, *words)["steps_per_s"])
+            for who, words in peers.items()
+        }
         found |= {who: measure(*command)["steps_per_s"] for who, command in OURS.items()}
         rows += [{"round": turn, "who": who, "steps_per_s": x} for who, x in found.items()]
         print(found, flush=True)
     append("memory-speed.csv", [row | provenance() for row in rows])
     for who in OURS:
-        by = [[x["steps_per_s"] for x in rows if x["who"] == y] for y in (who, "RecurrentPPO")]
+        pair = who, "RecurrentPPO, one LSTM"
+        by = [[x["steps_per_s"] for x in rows if x["who"] == y] for y in pair]
         print(who, f"{statistics.median(a / b for a, b in zip(*by, strict=True)):.2f} x")
 
 

@@ -214,17 +214,27 @@ def speeds() -> str:
 def cleanrl_speeds() -> str:
     """Medians of the ratios to CleanRL's scripts and to environments one after another."""
     groups, lines = speed_rows(), []
+    first_machine = next(iter(groups))[0]
     for (machine, env_id, who), rows in groups.items():
         cleanrl = groups.get((machine, env_id, "CleanRL"))
-        if cleanrl and who not in ("CleanRL", "Stable-Baselines3") and "empty cache" not in who:
-            peers = [cleanrl, groups[machine, env_id, who.split(" --vec")[0]]]
-            found = [ratios(rows, peer) for peer in peers]
-            cells = [f"{statistics.median(x):.2f} ({min(x):.2f} .. {max(x):.2f})" for x in found]
-            same = who.split(" --")[0] != "ppo_continuous.py"  # our defaults aren't CleanRL's
-            cells = [cells[0] if same else "", cells[1] if "--vec" in who else ""]
-            if any(cells):
-                lines.append([env_id, f"`{who}`", *cells])
-    return table(["environment", "who", "of CleanRL's", "of sync's"], lines)
+        if not cleanrl or who in ("CleanRL", "Stable-Baselines3") or "empty cache" in who:
+            continue
+        same = who.split(" --")[0] != "ppo_continuous.py"  # our defaults aren't CleanRL's
+        peers = [
+            cleanrl if same else None,
+            groups.get((machine, env_id, "CleanRL, one thread")) if same else None,
+            groups[machine, env_id, who.split(" --vec")[0]] if "--vec" in who else None,
+        ]
+        cells = []
+        for peer in peers:
+            found = ratios(rows, peer) if peer else []
+            spread = f"{min(found):.2f} .. {max(found):.2f}" if peer else ""
+            cells.append(f"{statistics.median(found):.2f} ({spread})" if peer else "")
+        name = env_id if machine == first_machine else f"{env_id}, on {machine}"
+        if any(cells):
+            lines.append([name, f"`{who}`", *cells])
+    columns = ["of CleanRL's", "of CleanRL's, one thread", "of sync's"]
+    return table(["environment", "who", *columns], lines)
 
 
 def short_speeds() -> str:
@@ -308,11 +318,14 @@ def recurrent_speeds() -> str:
     groups, lines = defaultdict(list), []
     for row in read("memory-speed.csv"):
         groups[row["who"]].append(row)
+    peers = [who for who in groups if who.startswith("RecurrentPPO")]
     for who, rows in groups.items():
-        found = ratios(rows, groups["RecurrentPPO"])
-        ratio = f"{statistics.median(found):.2f} ({min(found):.2f} .. {max(found):.2f})"
-        lines.append([f"`{who}`", f"{median(rows, 'steps_per_s'):,.0f}", ratio])
-    return table(["who", "steps/s", "ratio"], lines)
+        cells = []
+        for peer in peers:
+            found = ratios(rows, groups[peer])
+            cells.append(f"{statistics.median(found):.2f} ({min(found):.2f} .. {max(found):.2f})")
+        lines.append([f"`{who}`", f"{median(rows, 'steps_per_s'):,.0f}", *cells])
+    return table(["who", "steps/s", *(f"of {peer}'s" for peer in peers)], lines)
 
 
 def tuned() -> str:

@@ -2,8 +2,9 @@
 
 Run by memory.py, in an environment of its own that has sb3-contrib installed:
 
-    python sb3_recurrent.py CartPole-v1 100000 SEED
+    python sb3_recurrent.py CartPole-v1 100000 SEED [one]
 
+with one LSTM for actor and critic, as ours has, or one for each, as is its default, and otherwise
 with the settings of rl-baselines3-zoo 2.9.0 (hyperparams/ppo_lstm.yml) for the tasks without
 velocities, observations and rewards normalized as it does; with ours (run.py) for POPGym's, whose
 observations are one-hot.
@@ -29,7 +30,8 @@ POLICY = {
     "ortho_init": False,
     "activation_fn": torch.nn.ReLU,
     "lstm_hidden_size": 64,
-    "enable_critic_lstm": True,
+    "enable_critic_lstm": "one" not in sys.argv,
+    "shared_lstm": "one" in sys.argv,
     "net_arch": {"pi": [64], "vf": [64]},
 }
 SETTINGS = {  # the first: how many environments

@@ -114,6 +114,21 @@ def measure(script: str, flags: str, processes: int = 1, scripts: Path = ROOT) -
     }
 
 
+def cleanrl(args: Args, env_id: str, folder: str, variables: dict[str, str]) -> dict[str, int]:
+    """Run CleanRL's script in a folder, with these environment variables: what it prints last."""
+    command = f"{args.cleanrl_python} {args.cleanrl}/{CLEANRL[env_id]} --no-cuda"
+    variables = variables | {"PYTHONPATH": str(Path(args.cleanrl).parent)}
+    done = subprocess.run(
+        command.split(),
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {"steps_per_s": int(re.findall(r"SPS: (\d+)", done.stdout)[-1])}
+
+
 def compare(args: Args) -> None:
     """Time ours, Stable-Baselines3's and CleanRL's, alternately; these have canonical settings."""
     cases = {args.env_id: CASES[args.env_id]} if args.env_id else CASES
@@ -129,18 +144,11 @@ def compare(args: Args) -> None:
                 speeds = {
                     "Stable-Baselines3": {"steps_per_s": round(float(peer.stdout.split()[-1]))}
                 }
-                if args.cleanrl and env_id in CLEANRL:
-                    command = f"{args.cleanrl_python} {args.cleanrl}/{CLEANRL[env_id]} --no-cuda"
-                    peer = subprocess.run(
-                        command.split(),
-                        cwd=folder,
-                        env=os.environ | {"PYTHONPATH": str(Path(args.cleanrl).parent)},
-                        capture_output=True,
-                        text=True,
-                        check=True,
-                    )
-                    found = re.findall(r"SPS: (\d+)", peer.stdout)
-                    speeds["CleanRL"] = {"steps_per_s": int(found[-1])}
+                if args.cleanrl:
+                    speeds["CleanRL"] = cleanrl(args, env_id, folder, {})
+                    if "ALE/" not in env_id:  # small networks can be faster so
+                        one = cleanrl(args, env_id, folder, {"OMP_NUM_THREADS": "1"})
+                        speeds["CleanRL, one thread"] = one
             for flags in variants:
                 task = env_id.split(",")[0]
                 run = f"--env-id {task} --total-timesteps {steps} {flags}"
