@@ -22,7 +22,7 @@ from provenance import provenance
 from run import ROOT, append, read
 from speed import measure
 
-STEPS = 25_600
+STEPS = 12_800
 FLAGS = f"--mask-velocity --total-timesteps {STEPS} --num-envs 8 --num-steps 32 --num-minibatches 1"
 FLAGS += " --update-epochs 20 --learning-rate 1e-3 --gamma 0.98 --gae-lambda 0.8 --ent-coef 0"
 OURS = {
