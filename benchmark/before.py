@@ -18,8 +18,8 @@ from typing import Annotated
 
 import tyro
 from provenance import provenance
-from run import CANONICAL, append, label
-from speed import ROOT, measure
+from run import CANONICAL, ROOT, append, label
+from speed import measure
 
 CASES = [  # environment, script, flags
     ("CartPole-v1", "ppo.py", "--total-timesteps 102400"),

@@ -21,10 +21,8 @@ from pathlib import Path
 import numpy as np
 import tyro
 from provenance import provenance
-from run import append
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from run import ROOT, append, events_of
 
-ROOT = Path(__file__).resolve().parent.parent
 RECIPES = {  # environment: script, flags, thresholds
     "CartPole-v1": (
         "ppo.py",
@@ -51,8 +49,7 @@ def learn(command: str, thresholds: list[int]) -> dict[str, float | str]:
         subprocess.run(words, cwd=folder, capture_output=True, check=True)
         seconds = time.time() - start
         (run,) = Path(folder, "runs").iterdir()
-        events = EventAccumulator(str(run), size_guidance={"scalars": 0})
-        events.Reload()
+        events = events_of(run)
         episodes = events.Scalars("charts/episodic_return")
     means = np.convolve([x.value for x in episodes], np.full(100, 0.01), "valid")
     steps = np.array([x.step for x in episodes])

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import tyro
 from provenance import provenance
-from run import append, label
-from speed import CASES, ROOT
+from run import ROOT, append, label
+from speed import CASES
 
 PHASES = ["environments", "act", "advantages", "update", "rest"]
 
@@ -34,7 +34,7 @@ def measure(name: str, flags: list[str]) -> dict[str, float]:
     script = importlib.import_module(name)
     args = tyro.cli(script.Args, args=flags)
     spent = dict.fromkeys(PHASES, 0.0)
-    last_end, num_updates = 0.0, 0  # of the calls that are timed; of gradient steps
+    last_end, num_updates = 0.0, 0  # of the calls that are timed; of this update's gradient steps
     marks, agents = [], []  # what was spent at the end of each iteration; the agent that is trained
 
     def timed(phase: str, function: Callable) -> Callable:
@@ -68,7 +68,13 @@ def measure(name: str, flags: list[str]) -> dict[str, float]:
     original_make_envs, script.make_envs = script.make_envs, make_envs
     original_make_act, script.Agent.make_act = script.Agent.make_act, make_act
     original_compile, torch.compile = torch.compile, compile_update
-    script.train(args, lambda *_: marks.append({**spent, "total": time.perf_counter()}))
+
+    def mark(*_: Any) -> None:
+        nonlocal num_updates
+        num_updates = 0  # an update can end within an epoch
+        marks.append({**spent, "total": time.perf_counter()})
+
+    script.train(args, mark)
 
     middle = len(marks) // 2
     steps = (len(marks) - middle) * args.num_envs * args.num_steps

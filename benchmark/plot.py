@@ -17,8 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from report import PUBLISHED, best, rows_of
 from rliable import library, metrics, plot_utils
-from run import MAIN, MUJOCO, RESULTS, read
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from run import MAIN, MUJOCO, RESULTS, events_of, read
 
 RESAMPLES = 2000
 CUT = 100 * 64 * 32  # steps from one scheduled checkpoint of ppo_continuous.py to the next
@@ -147,8 +146,7 @@ def draw_intervals() -> None:
 
 def draw_run(run: Path) -> None:
     """The plots that say how a run is going, from its events."""
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
-    events.Reload()
+    events = events_of(run)
     figure, axes = plt.subplots(2, 4, figsize=(12, 4.8), layout="constrained")
     for axis, (tag, name) in zip(axes.flat, DEBUGGING.items(), strict=True):
         points = [(x.step / 1e6, x.value) for x in events.Scalars(tag)]

@@ -24,10 +24,8 @@ from typing import Any
 import torch
 import tyro
 from provenance import provenance
-from run import append
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from run import ROOT, append, events_of
 
-ROOT = Path(__file__).resolve().parent.parent
 CASES = [
     ("ppo.py", "--env-id CartPole-v1 --total-timesteps 200000 --checkpoint-interval 20"),
     ("ppo.py", "--env-id LunarLander-v3 --total-timesteps 60000 --checkpoint-interval 10"),
@@ -60,8 +58,7 @@ class Args:
 
 def content(folder: Path) -> tuple[dict[str, Any], dict[str, list[tuple[int, float]]]]:
     """A run's last checkpoint, its arguments a dictionary, and its scalars without the clock's."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
+    events = events_of(folder)
     tags = set(events.Tags()["scalars"]) - {"charts/SPS"}
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)

@@ -164,6 +164,13 @@ def read(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(path.open())) if path.exists() else []
 
 
+def events_of(folder: Path) -> EventAccumulator:
+    """What a run has written for TensorBoard, all of it."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return events
+
+
 def append(name: str, rows: list[dict]) -> None:
     """Append rows to a results file, under a header."""
     path = RESULTS / name
@@ -190,12 +197,9 @@ def curve(returns: list[ScalarEvent], steps: int) -> Iterator[dict[str, float]]:
 
 def train(script: str, env_id: str, seed: int, flags: str) -> None:
     """Run a script in a folder of its own, or go on with the run there, and record the result."""
-    command = f"{script} --env-id {env_id} --seed {seed} {flags}".strip()
-    command = command if command.startswith("torchrun") else f"python {command}"
+    command = f"python {script} --env-id {env_id} --seed {seed} {flags}".strip()
     words = command.replace("python", sys.executable, 1).split()
     words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
-    if words[0] == "torchrun":
-        words[:1] = [sys.executable, "-m", "torch.distributed.run"]
     version = f"{command} {provenance()['commit']}"  # no run goes on with another version
     folder = ROOT / "runs/benchmark" / hashlib.sha1(version.encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
@@ -210,8 +214,7 @@ def train(script: str, env_id: str, seed: int, flags: str) -> None:
     score, episodes, run = re.search(
         r"return (\S+) over the last (\d+) episodes; .*; (\S+)", done.stdout
     ).groups()
-    events = EventAccumulator(str(folder / run), size_guidance={"scalars": 0})
-    events.Reload()
+    events = events_of(folder / run)
     speed, returns = (events.Scalars(f"charts/{x}") for x in ("SPS", "episodic_return"))
     greedy, spread = (
         [round(x.value, 1) for x in events.Scalars(f"eval/{y}")] for y in ("return", "return_std")

@@ -25,7 +25,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecNormalize
 
-VELOCITIES = {"CartPole-v1": [1, 3], "Pendulum-v1": [2], "LunarLander-v3": [2, 3, 5]}
+VELOCITIES = {"CartPole-v1": [1, 3], "LunarLander-v3": [2, 3, 5]}
 POLICY = {
     "ortho_init": False,
     "activation_fn": torch.nn.ReLU,
@@ -45,17 +45,6 @@ SETTINGS = {  # the first: how many environments
             "n_epochs": 20,
             "learning_rate": lambda remaining: remaining * 0.001,
             "clip_range": lambda remaining: remaining * 0.2,
-        },
-    ),
-    "Pendulum-v1": (
-        4,
-        {
-            "n_steps": 1024,
-            "gamma": 0.9,
-            "n_epochs": 10,
-            "learning_rate": 1e-3,
-            "use_sde": True,
-            "sde_sample_freq": 4,
         },
     ),
     "LunarLander-v3": (

@@ -34,10 +34,8 @@ import matplotlib.pyplot as plt
 import torch
 import tyro
 from provenance import provenance
-from run import CANONICAL, RESULTS, append, label, read
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from run import CANONICAL, RESULTS, ROOT, append, events_of, label, read
 
-ROOT = Path(__file__).resolve().parent.parent
 NATIVE, ENVPOOL = " --vectorization native", " --vectorization envpool"
 # bfloat16 says nothing about a script on a processor without units for it.
 BF16 = ["--bf16", "--bf16 --compile"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else []
@@ -103,8 +101,7 @@ def measure(script: str, flags: str, processes: int = 1, scripts: Path = ROOT) -
         if status:
             raise RuntimeError(f"{' '.join(words)} failed:\n{errors.decode()}")
         (run,) = Path(folder, "runs").iterdir()
-        events = EventAccumulator(str(run), size_guidance={"scalars": 0})
-        events.Reload()
+        events = events_of(run)
         iterations = events.Scalars("charts/SPS")
     middle, last = iterations[len(iterations) // 2 - 1], iterations[-1]
     return {
