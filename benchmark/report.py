@@ -325,7 +325,7 @@ def recurrent_speeds() -> str:
             found = ratios(rows, groups[peer])
             cells.append(f"{statistics.median(found):.2f} ({min(found):.2f} .. {max(found):.2f})")
         lines.append([f"`{who}`", f"{median(rows, 'steps_per_s'):,.0f}", *cells])
-    return table(["who", "steps/s", *(f"of {peer}'s" for peer in peers)], lines)
+    return table(["who", "steps/s", *(f"ratio to {peer}" for peer in peers)], lines)
 
 
 def tuned() -> str:
