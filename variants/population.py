@@ -53,7 +53,7 @@ def train_member(config: dict[str, Any], options: Options, flags: list[str], sta
     script = import_module(options.script.stem)
     args = replace(tyro.cli(script.Args, args=flags), eval_episodes=0, **config)
     iterations = args.total_timesteps // (args.num_envs * args.num_steps)
-    args.checkpoint_interval = max(1, iterations // options.exchanges)
+    args.checkpoint_interval = -(-iterations // options.exchanges)
     run, part = None, 0
     if tune.get_checkpoint():
         name = f"{tune.get_context().get_trial_id()}-{len([*Path('runs').glob('*')])}"
@@ -83,7 +83,8 @@ if __name__ == "__main__":
     options, flags = tyro.cli(Options, return_unknown_args=True)
     options.script, folder = options.script.resolve(), options.folder.resolve()
     sys.path.insert(0, str(options.script.parent))
-    tyro.cli(import_module(options.script.stem).Args, args=flags)  # mistakes show here
+    script = import_module(options.script.stem)
+    tyro.cli(script.Args, args=flags)  # mistakes show here
     workers = None if options.address else options.workers
     init(options.address, num_cpus=workers, include_dashboard=False, log_to_driver=False)
     train = partial(tune.with_parameters, train_member, options=options, flags=flags)
@@ -117,5 +118,7 @@ if __name__ == "__main__":
         )
     best = tuner.fit().get_best_result()
     shutil.copytree(best.checkpoint.path, folder / "best", dirs_exist_ok=True)
-    print(f"best, {best.metrics['score']:g}, with {best.config} at the end; evaluate it:")
+    args = script.load_checkpoint(folder / "best")["args"]
+    values = {name: getattr(args, name) for name in MUTATIONS}
+    print(f"best, {best.metrics['score']:g}, with {values} at the end; evaluate it:")
     print(f"python {options.script} --evaluate {folder / 'best'}")
