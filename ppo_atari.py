@@ -277,7 +277,7 @@ class Agent(nn.Module):
         return np.sign(rewards)
 
     def finish_iteration(self, obs: Tensor) -> dict[str, float]:
-        """Hook after each iteration: adapt to its observations, return what to log; here, none."""
+        """Hook after each iteration: adapt to observations, return what to log; here, nothing."""
         return {}
 
 
