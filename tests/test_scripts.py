@@ -15,6 +15,7 @@ from collections import defaultdict
 from operator import itemgetter
 from pathlib import Path
 
+import probe_envs
 import pytest
 from conftest import SCRIPTS, scalars
 from report import PAGES, renewed
@@ -294,6 +295,18 @@ def test_missing_package(name: str, flags: str, module: str, expected: str, fold
     assert "pip install" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert not (folder / "runs").exists()
+
+
+def test_a_bug_in_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step of the user's own environment can't import isn't the user's mistake in flags."""
+
+    def reward(self: probe_envs.Probe, action: int) -> float:
+        raise ImportError("no such solver")
+
+    monkeypatch.setattr(probe_envs.Probe, "reward", reward)
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--env-id", "probe_envs:Probe-v0"])
+    with pytest.raises(ImportError, match="no such solver"):
+        runpy.run_path(str(ROOT / "ppo.py"), run_name="__main__")
 
 
 def test_track(folder: Path) -> None:

@@ -838,6 +838,6 @@ if __name__ == "__main__":
             evaluate(args, args.evaluate)
         else:
             train(args)
-    except (UsageError, ImportError, OSError) as error:
+    except (UsageError, OSError) as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)
