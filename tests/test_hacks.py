@@ -251,7 +251,7 @@ TEMPERED = {  # in get_action, and in make_act
     ],
     "ppo_continuous": [
         ("noise * log_std.exp()", "self.temperature * noise * log_std.exp()"),
-        ("noise * np.exp(action_log_std)", "self.temperature * noise * np.exp(action_log_std)"),
+        ("noise * np.exp(log_std)", "self.temperature * noise * np.exp(log_std)"),
     ],
 }
 

@@ -196,7 +196,7 @@ class FastEnvs(gym.vector.VectorWrapper):
 
 
 class Staggered(RecordEpisodeStatistics):
-    """First episodes begin at a random step of the limit, out of lockstep; their return is nan."""
+    """First episodes begin with a random part of the limit used up; their returns are nan."""
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         obs, infos = super().reset(**kwargs)
@@ -281,7 +281,7 @@ def in_numpy(layer: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def gather(x: Tensor) -> Tensor:
-    """The tensors of all processes that torchrun started, one after another."""
+    """The tensors of all processes that torchrun started, one after another along dimension 0."""
     if not dist.is_initialized():
         return x
     gathered = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -394,11 +394,11 @@ class Agent(nn.Module):
 
     def make_act(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         """`get_action` on arrays, made anew for each rollout, which checks that both agree."""
-        actor, log_std = in_numpy(self.actor), self.log_std.numpy(force=True)
+        actor, base_log_std = in_numpy(self.actor), self.log_std.numpy(force=True)
 
         def act(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-            mean, action_log_std = self.get_mean_and_log_std(actor(obs), log_std)
-            return mean + noise * np.exp(action_log_std)
+            mean, log_std = self.get_mean_and_log_std(actor(obs), base_log_std)
+            return mean + noise * np.exp(log_std)
 
         return act
 
@@ -460,7 +460,7 @@ def update(agent: Agent, optimizer: Adam, batch: Batch, indices: Tensor, args: A
     if args.norm_adv:  # detail 7
         std, mean = torch.std_mean(gather(advantages))
         advantages = (advantages - mean) / (std + 1e-8)
-    # A tensor: compiled, clamp keeps the first numbers that it gets (PyTorch 2.13, issue 194976).
+    # A tensor: compiled, clamp would keep its first number for ever (PyTorch 2.13, issue 194976).
     clip = args.clip_coef * torch.ones_like(ratio)
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio)
@@ -638,7 +638,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
-        agent = Agent(envs, args).to(device)  # below: eps is detail 3; compiled, unfused is faster
+        agent = Agent(envs, args).to(device)  # next: eps is detail 3; compiled, unfused is faster
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
         if args.resume:
             load_checkpoint(folder, agent, optimizer)
