@@ -223,6 +223,20 @@ class Unbounded(Probe):
         self.action_space = Box(-np.inf, np.inf, (1,))
 
 
+class Dark(Probe):
+    """Can't be shown, and says so only when asked to: as MuJoCo's, without a screen."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, continuous: bool = False, render_mode: str | None = None) -> None:
+        super().__init__(continuous)
+        self.render_mode = render_mode
+
+    def render(self) -> None:
+        """Fail."""
+        raise RuntimeError("no screen")
+
+
 class Dies(Probe):
     """Kills the process it is in, after some steps, or where there is a file named die."""
 

@@ -226,6 +226,13 @@ ERRORS = [
     ("ppo", "--eval-episodes -1", "eval_episodes"),
     ("ppo", "--resume nothing", "nothing"),
     ("ppo_continuous", "--evaluate nothing", "nothing"),
+    ("ppo", "--env-id probe_envs:Dark-v0 --capture-video", "no screen"),
+    (
+        "ppo_continuous",
+        "--env-id probe_envs:Dark-v0 --env-kwargs continuous True --capture-video",
+        "no screen",
+    ),
+    ("ppo", "--env-id probe_envs:Probe-v0 --capture-video", "render_mode"),
     ("ppo_atari", "--env-kwargs stack_num 3", "stack_num"),
     ("ppo_atari", "--env-kwargs continuous True", "continuous"),
     ("ppo_atari", "--env-kwargs episodic_life True", "leave these out"),

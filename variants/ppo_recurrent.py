@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import reduce
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -102,7 +103,7 @@ class UsageError(Exception):
 
 
 def check(args: Args) -> None:
-    """Raise `UsageError` for numbers that can't work."""
+    """Raise `UsageError` for numbers that can't work, and for videos that can't be recorded."""
     positive = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"]
     positive += ["sequence_length", "hidden_size"]
     bad = [x for x in [*positive, "clip_coef", "max_grad_norm"] if not getattr(args, x) > 0]
@@ -123,6 +124,9 @@ def check(args: Args) -> None:
         raise UsageError(f"num_envs * num_steps = {batch_size} must divide into {need}")
     if args.total_timesteps < batch_size:
         raise UsageError(f"total_timesteps is less than num_envs * num_steps = {batch_size}")
+    if args.capture_video:  # better an error now than after the training
+        with TemporaryDirectory() as folder:
+            make_envs(args, 1, Path(folder, "videos")).close()
 
 
 class FlatEnv(gym.Wrapper):
@@ -207,6 +211,8 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it, too: train handles it
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if video_folder:
+            env.reset()
+            env.render()  # fails here where it can't
             env = gym.wrappers.RecordVideo(env, str(video_folder), lambda i: i < args.eval_episodes)
         if args.mask_velocity:
             visible = np.float32(VISIBLE[args.env_id])
