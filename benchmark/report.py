@@ -23,6 +23,7 @@ from run import (
     MUJOCO,
     NO_FLOOR,
     PENDULUMS,
+    RECIPES,
     ROOT,
     SOURCES,
     compiled,
@@ -378,6 +379,7 @@ TABLES = {
     "speed-cleanrl": cleanrl_speeds,
     "sources": sources,
     "sources-learning": lambda: results(SOURCES, without=(*PUBLISHED, "best")),
+    "recipes": lambda: results(RECIPES, without=(*PUBLISHED, "best")),
     "slow": slow,
     "phases": phases,
 }

@@ -132,6 +132,21 @@ SOURCES = [
         for source in ("", " --vectorization envpool")
     ),
 ]
+# The recipes, and the script without them.
+BRIEF = "--total-timesteps 100000"
+RECIPES = [
+    ("ppo.py", "CartPole-v1", FIVE, f"--learning-rate 2.5e-4 {BRIEF}"),
+    *(
+        (f"recipes/{name}.diff", "CartPole-v1", FIVE, BRIEF)
+        for name in ("relu_layernorm", "rnd", "cosine_lr", "smooth_l1", "adaptive_kl")
+    ),
+    ("ppo.py", "CartPole-v1", FIVE, f"--learning-rate 2.5e-3 {BRIEF}"),
+    ("recipes/adaptive_kl.diff", "CartPole-v1", FIVE, f"--learning-rate 2.5e-3 {BRIEF}"),
+    ("recipes/early_stop.diff", "CartPole-v1", FIVE, "--stop-at 475"),
+    ("recipes/rnd.diff", "MountainCar-v0", THREE, ""),
+    ("recipes/log_info.diff", "HalfCheetah-v5", THREE, BRIEF),
+    ("recipes/dict_obs.diff", "probe_envs:Signs-v0", FIVE, "--total-timesteps 20000"),
+]
 RUNS = {
     "main": MAIN,
     "ablation": ABLATION,
@@ -139,6 +154,7 @@ RUNS = {
     "experiments": EXPERIMENTS,
     "memory": MEMORY,
     "sources": SOURCES,
+    "recipes": RECIPES,
 }
 LOCK = Lock()
 
@@ -196,17 +212,24 @@ def curve(returns: list[ScalarEvent], steps: int) -> Iterator[dict[str, float]]:
 
 
 def train(script: str, env_id: str, seed: int, flags: str) -> None:
-    """Run a script in a folder of its own, or go on with the run there, and record the result."""
-    command = f"python {script} --env-id {env_id} --seed {seed} {flags}".strip()
-    words = command.replace("python", sys.executable, 1).split()
-    words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
+    """Run a script or a recipe in a folder of its own, or go on there, and record the result."""
+    recipe = ROOT / script if script.endswith(".diff") else None
+    changed = recipe.read_text().split("\n--- ")[1].split()[0] if recipe else script
+    arguments = f"--env-id {env_id} --seed {seed} {flags}".strip()
+    command = f"patch -p0 < {script} && " * bool(recipe) + f"python {changed} {arguments}"
     version = f"{command} {provenance()['commit']}"  # no run goes on with another version
     folder = ROOT / "runs/benchmark" / hashlib.sha1(version.encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, str(ROOT / changed), *arguments.split()]
+    if recipe:
+        words[1] = shutil.copy(ROOT / changed, folder)
+        subprocess.run(["patch", "-s", "-p0", "-i", str(recipe)], cwd=folder, check=True)
     started = [x.parent for x in folder.glob("runs/*/checkpoint.pt")]
     if started:
         words += ["--resume", str(started[0].relative_to(folder))]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}  # for third_party
+    modules = {"third_party": "benchmark", "probe_envs": "tests"}  # of environments
+    paths = [path for module, path in modules.items() if env_id.startswith(f"{module}:")]
+    environment = os.environ | {"PYTHONPATH": ":".join(str(ROOT / path) for path in paths)}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command} failed:\n{done.stderr}")
@@ -226,7 +249,8 @@ def train(script: str, env_id: str, seed: int, flags: str) -> None:
     row |= {"greedy": greedy[-1], "greedy_std": spread[-1]}
     row["evaluations"] = " ".join(str(x) for x in greedy)  # the last at the end
     row["wall_clock_s"] = round(gaps[gaps < 600].sum(), 1)  # without long pauses
-    row["command"] = ("PYTHONPATH=benchmark " if "third_party" in env_id else "") + command
+    settings = "".join(f"PYTHONPATH={path} " for path in paths)
+    row["command"] = command.replace("python ", f"{settings}python ", 1)
     with LOCK:
         append("runs.csv", [key | row | provenance()])
         append("curves.csv", [key | point for point in curve(returns, speed[-1].step)])

@@ -237,6 +237,38 @@ class Dark(Probe):
         raise RuntimeError("no screen")
 
 
+class Signs(Probe):
+    """Right is 1 where the image's lit half and the vector's sign agree; no part of it tells."""
+
+    observation_space = Dict(
+        vector=Box(-1, 1, (3,), np.float32), image=Box(0, 255, (8, 8, 3), np.uint8)
+    )
+
+    def observe(self) -> dict[str, np.ndarray]:
+        """The next ones."""
+        self.side, self.sign = self.np_random.integers(2, size=2)
+        image, vector = np.zeros((8, 8, 3), np.uint8), np.zeros(3, np.float32)
+        image[:, 4 * self.side : 4 * self.side + 4] = 255
+        vector[1] = 2 * self.sign - 1
+        return {"image": image, "vector": vector}
+
+    def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
+        """One of eight."""
+        reward = float(action == (self.side == self.sign))
+        self.steps += 1
+        return self.observe(), reward, self.steps == 8, False, {}
+
+
+class Numbered(Probe):
+    """Episodes of five steps, which info numbers."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Go on."""
+        self.steps += 1
+        info = {"x_velocity": self.steps, "other": 0}
+        return self.observe(), 0.0, False, self.steps == 5, info
+
+
 class Dies(Probe):
     """Kills the process it is in, after some steps, or where there is a file named die."""
 

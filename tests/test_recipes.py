@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 import re
 import subprocess
 import sys
@@ -25,58 +26,6 @@ NAMES = [
     "rnd",
     "smooth_l1",
 ]
-# Two environments, as a user has them in a module of his own.
-ENVIRONMENTS = '''
-import gymnasium as gym
-import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete
-
-
-class Signs(gym.Env):
-    """Right is 1 where the image's lit half and the vector's sign agree; no part of it tells."""
-
-    observation_space = Dict(
-        vector=Box(-1, 1, (3,), np.float32), image=Box(0, 255, (8, 8, 3), np.uint8)
-    )
-    action_space = Discrete(2)
-
-    def observe(self):
-        self.side, self.sign = self.np_random.integers(2, size=2)
-        image, vector = np.zeros((8, 8, 3), np.uint8), np.zeros(3, np.float32)
-        image[:, 4 * self.side : 4 * self.side + 4] = 255
-        vector[1] = 2 * self.sign - 1
-        return {"image": image, "vector": vector}
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return self.observe(), {}
-
-    def step(self, action):
-        reward = float(action == (self.side == self.sign))
-        self.steps += 1
-        return self.observe(), reward, self.steps == 8, False, {}
-
-
-class Steps(gym.Env):
-    """Episodes of five steps, which info numbers."""
-
-    observation_space, action_space = Box(-1, 1, (1,)), Box(-1, 1, (1,))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        self.steps += 1
-        info = {"x_velocity": self.steps, "other": 0}
-        return np.zeros(1, np.float32), 0.0, False, self.steps == 5, info
-
-
-gym.register("Signs-v0", Signs)
-gym.register("Steps-v0", Steps)
-'''
 
 
 def apply(name: str) -> Path:
@@ -96,7 +45,8 @@ def apply(name: str) -> Path:
 def run(script: Path, *flags: Any) -> None:
     """Train as a user does."""
     command = [sys.executable, str(script), "--eval-episodes", "0", *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}  # for probe_envs
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
 
 
@@ -214,9 +164,9 @@ def test_rnd_sees_true_next_observations(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_log_info() -> None:
     """The mean is over all steps, with those that end episodes; other keys stay away."""
-    Path("environments.py").write_text(ENVIRONMENTS)
     sizes = ["--num-envs", 2, "--num-steps", 10, "--num-minibatches", 2, "--update-epochs", 1]
-    run(apply("log_info"), "--env-id", "environments:Steps-v0", "--total-timesteps", 40, *sizes)
+    task = ["--env-id", "probe_envs:Numbered-v0", "--env-kwargs", "continuous", "True"]
+    run(apply("log_info"), *task, "--total-timesteps", 40, *sizes)
     assert scalars("charts/x_velocity") == [(20, 3.0), (40, 3.0)]
 
 
@@ -309,9 +259,8 @@ def test_smooth_l1(clip: bool) -> None:
 
 def test_dict_obs() -> None:
     """Image and vector reach their networks whole, and together solve what neither alone does."""
-    Path("environments.py").write_text(ENVIRONMENTS)
     script = apply("dict_obs")
-    flags = ["--env-id", "environments:Signs-v0", "--learning-rate", 2e-3]
+    flags = ["--env-id", "probe_envs:Signs-v0", "--learning-rate", 2e-3]
     run(script, *flags, "--total-timesteps", 12288)
     returns = [x for _, x in scalars("charts/episodic_return")]
     assert np.mean(returns[:50]) < 5  # of 8; 4 by chance
@@ -319,12 +268,10 @@ def test_dict_obs() -> None:
     assert {"actor.0.cnn.0.weight", "critic.0.mlp.0.weight"} <= saved_agent().keys()
 
 
-def test_dict_obs_splits(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_dict_obs_splits() -> None:
     """What the CNN and the MLP get is what the environment shows."""
-    Path("environments.py").write_text(ENVIRONMENTS)
-    monkeypatch.syspath_prepend(folder)
     module, seen = load(apply("dict_obs")), {}
-    args = module.Args(env_id="environments:Signs-v0")
+    args = module.Args(env_id="probe_envs:Signs-v0")
     envs = module.make_envs(args, 3)
     agent = module.Agent(envs, args)
     features = agent.actor[0]
@@ -340,4 +287,3 @@ def test_dict_obs_splits(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         np.testing.assert_array_equal(seen["cnn"][i], image)
         assert seen["mlp"][i].tolist() == [0, 2 * sign - 1, 0]
     envs.close()
-    del sys.modules["environments"]
