@@ -92,7 +92,8 @@ class Args:
     target_kl: float | None = None  # no more epochs after a KL above this, or 5x it in a minibatch
 
 
-FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "repeat_action_probability"]
+FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps"]  # in a resumed run
+FIXED += ["repeat_action_probability"]
 
 
 class UsageError(Exception):
@@ -103,8 +104,10 @@ def check(args: Args) -> None:
     """Raise `UsageError` for numbers that can't work, and for videos that can't be recorded."""
     positive = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"]
     bad = [x for x in [*positive, "clip_coef", "max_grad_norm"] if not getattr(args, x) > 0]
-    natural = ["seed", "num_threads", "checkpoint_interval", "eval_episodes"]
+    natural = ["seed", "num_threads", "checkpoint_interval"]
     bad += [x for x in natural if getattr(args, x) < 0]
+    if args.eval_episodes < (args.eval_checkpoints or args.evaluate is not None):
+        bad.append("eval_episodes")
     bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
     if args.target_kl is not None and not args.target_kl > 0:
         bad.append("target_kl")
@@ -538,10 +541,10 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
-                b_obs = torch.tensor(obs, device=device).flatten(0, 1)  # networks get clones of it
+                b_obs = torch.tensor(obs, device=device).flatten(0, 1)
                 b_actions = torch.tensor(actions, device=device).flatten(0, 1)
                 b_noise = torch.tensor(noise, device=device).flatten(0, 1)
-                again = agent.get_action(b_obs[:64].clone(), b_noise[:64])
+                again = agent.get_action(b_obs[:64].clone(), b_noise[:64])  # a hack may change obs
                 close = torch.isclose(again, b_actions[:64], 1e-3, 1e-3, equal_nan=True)
                 assert close.float().mean() > 0.95, "make_act and get_action differ on equal noise"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
@@ -652,6 +655,7 @@ if __name__ == "__main__":
             args = tyro.cli(Args, default=replace(saved, env_kwargs={}))
             args.env_kwargs = saved.env_kwargs | args.env_kwargs  # tyro merges no dictionaries
         if args.evaluate:
+            check(args)
             evaluate(args, args.evaluate)
         else:
             train(args)

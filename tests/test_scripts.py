@@ -17,7 +17,7 @@ from pathlib import Path
 
 import probe_envs
 import pytest
-from conftest import SCRIPTS, scalars
+from conftest import SCRIPTS, SHORT, scalars
 from report import PAGES, renewed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -224,6 +224,8 @@ ERRORS = [
     ("ppo_atari", "--env-kwargs legs 5", "legs"),
     ("ppo", "--checkpoint-interval -1", "checkpoint_interval"),
     ("ppo", "--eval-episodes -1", "eval_episodes"),
+    ("ppo", "--eval-checkpoints --eval-episodes 0", "eval_episodes 0"),
+    ("ppo_continuous", "--evaluate nothing --eval-episodes 0", "nothing"),
     ("ppo", "--resume nothing", "nothing"),
     ("ppo_continuous", "--evaluate nothing", "nothing"),
     ("ppo", "--env-id probe_envs:Dark-v0 --capture-video", "no screen"),
@@ -271,6 +273,18 @@ def test_a_game_of_another_script(name: str, folder: Path) -> None:
     assert done.returncode == 2
     assert "ppo_atari.py" in done.stderr.splitlines()[-1]
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_nothing_to_evaluate(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A run that was trained without an evaluation is evaluated over a number that is given."""
+    script = importlib.import_module(name)
+    script.train(script.Args(**SHORT[name]))
+    (folder,) = Path("runs").iterdir()
+    assert run(name, f"--evaluate {folder}", monkeypatch) == 2
+    assert "eval_episodes 0" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_unknown_flag(

@@ -98,7 +98,8 @@ class Args:
 
 
 Array = Tensor | np.ndarray
-FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps", "squash", "state_std", "log_std_init"]
+FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps"]  # in a resumed run
+FIXED += ["squash", "state_std", "log_std_init"]
 FIXED += ["hidden_size", "mask_velocity"]
 VISIBLE = {"Pendulum-v1": [1, 1, 0], "LunarLander-v3": [1, 1, 0, 0, 1, 0, 1, 1]}  # 0: a velocity
 
@@ -112,8 +113,10 @@ def check(args: Args) -> None:
     positive = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"]
     positive += ["sequence_length", "hidden_size"]
     bad = [x for x in [*positive, "clip_coef", "max_grad_norm"] if not getattr(args, x) > 0]
-    natural = ["seed", "num_threads", "checkpoint_interval", "eval_episodes"]
+    natural = ["seed", "num_threads", "checkpoint_interval"]
     bad += [x for x in natural if getattr(args, x) < 0]
+    if args.eval_episodes < (args.eval_checkpoints or args.evaluate is not None):
+        bad.append("eval_episodes")
     bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
     if args.mask_velocity and args.env_id not in VISIBLE:
         raise UsageError(f"mask_velocity is for {', '.join(VISIBLE)}")
@@ -170,7 +173,7 @@ class FastEnvs(gym.vector.VectorWrapper):
             try:
                 import envpool
             except ImportError as error:
-                raise UsageError("--vectorization envpool: pip install envpool") from error
+                raise ImportError("pip install envpool") from error
             seeds = np.random.randint(2**31, size=num_envs).tolist()  # it takes seeds only here
             envs = envpool.make_gymnasium(args.env_id, seed=seeds, **kwargs)
         super().__init__(envs)
@@ -841,6 +844,7 @@ if __name__ == "__main__":
             args = tyro.cli(Args, default=replace(saved, env_kwargs={}))
             args.env_kwargs = saved.env_kwargs | args.env_kwargs  # tyro merges no dictionaries
         if args.evaluate:
+            check(args)
             evaluate(args, args.evaluate)
         else:
             train(args)
