@@ -105,8 +105,8 @@ class UsageError(Exception):
 def check(args: Args) -> None:
     """Raise `UsageError` for numbers that can't work, and for videos that can't be recorded."""
     positive = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"]
-    positive += ["sequence_length", "hidden_size"]
-    bad = [x for x in [*positive, "clip_coef", "max_grad_norm"] if not getattr(args, x) > 0]
+    positive += ["clip_coef", "max_grad_norm", "target_kl", "sequence_length", "hidden_size"]
+    bad = [x for x in positive if getattr(args, x) is not None and not getattr(args, x) > 0]
     natural = ["seed", "num_threads", "checkpoint_interval"]
     bad += [x for x in natural if getattr(args, x) < 0]
     if args.eval_episodes < (args.eval_checkpoints or args.evaluate is not None):
@@ -114,8 +114,6 @@ def check(args: Args) -> None:
     bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
     if args.mask_velocity and args.env_id not in VISIBLE:
         raise UsageError(f"mask_velocity is for {', '.join(VISIBLE)}")
-    if args.target_kl is not None and not args.target_kl > 0:
-        bad.append("target_kl")
     if bad:
         raise UsageError(f"out of range: {', '.join(f'{x} {getattr(args, x)}' for x in bad)}")
     batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
