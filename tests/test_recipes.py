@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import scalars
+from report import TABLES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 NAMES = [
@@ -89,6 +90,9 @@ def test_form(name: str) -> None:
     assert 3 <= first <= 5
     assert all(re.match("# .", line) and len(line) <= 100 for line in lines[:first])
     assert re.search(r"Reached: .*\d", "\n".join(lines[:first]))
+    rows = [x for x in TABLES["recipes"]().splitlines() if f"{name}.diff" in x or "`ppo.py" in x]
+    for figure in re.findall(r"-?[\d.]+ ± [\d.]+", "\n".join(lines[:first])):
+        assert any(figure in row for row in rows), figure
     assert f"patch -p0 < {name}.diff && python ppo" in "\n".join(lines[:first])
     changed = [line for line in lines[first + 2 :] if line[:1] in ("+", "-")]
     assert 0 < len(changed) < 60
