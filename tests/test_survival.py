@@ -542,7 +542,7 @@ def test_ctrl_c_in_the_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not evaluated
     assert script.load_checkpoint(only_run())["iteration"] == 4
     with pytest.raises(SystemExit) as exit_:
-        trained("ppo", eval_checkpoints=True, checkpoint_interval=2)
+        trained("ppo", eval_episodes=1, eval_checkpoints=True, checkpoint_interval=2)
     assert exit_.value.code == 130
     assert len(evaluated) == 1
     saved = sorted(script.load_checkpoint(run)["iteration"] for run in Path("runs").iterdir())

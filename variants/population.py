@@ -121,4 +121,4 @@ if __name__ == "__main__":
     args = script.load_checkpoint(folder / "best")["args"]
     values = {name: getattr(args, name) for name in MUTATIONS}
     print(f"best, {best.metrics['score']:g}, with {values} at the end; evaluate it:")
-    print(f"python {options.script} --evaluate {folder / 'best'}")
+    print(f"python {options.script} --evaluate {folder / 'best'} --eval-episodes 10")
