@@ -107,7 +107,7 @@ def check(args: Args) -> None:
     bad = [x for x in positive if getattr(args, x) is not None and not getattr(args, x) > 0]
     natural = ["seed", "num_threads", "checkpoint_interval"]
     bad += [x for x in natural if getattr(args, x) < 0]
-    if args.eval_episodes < (args.eval_checkpoints or args.evaluate is not None):
+    if args.eval_episodes < (1 if args.eval_checkpoints or args.evaluate else 0):
         bad.append("eval_episodes")
     bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
     if bad:

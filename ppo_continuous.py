@@ -112,7 +112,7 @@ def check(args: Args) -> None:
     bad = [x for x in positive if getattr(args, x) is not None and not getattr(args, x) > 0]
     natural = ["seed", "num_threads", "checkpoint_interval"]
     bad += [x for x in natural if getattr(args, x) < 0]
-    if args.eval_episodes < (args.eval_checkpoints or args.evaluate is not None):
+    if args.eval_episodes < (1 if args.eval_checkpoints or args.evaluate else 0):
         bad.append("eval_episodes")
     bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
     if bad:
@@ -226,7 +226,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if video_folder:
             env.reset()
-            env.render()  # fails here where it can't
+            env.render()  # fails here if there is no renderer
             env = gym.wrappers.RecordVideo(env, str(video_folder), lambda i: i < args.eval_episodes)
         return FlatEnv(env)  # returns are of the rewards that leave here
 
