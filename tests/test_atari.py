@@ -1,6 +1,8 @@
 """The accounting of lives and games, against the same games replayed without our code."""
 
+import shutil
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from conftest import kept_batches, scalars
 
 import ppo_atari
 
+AGENT = Path(ppo_atari.__file__).parent / "benchmark/agents/breakout"
 GAME = {
     "eval_episodes": 0,
     "env_id": "ALE/Breakout-v5",
@@ -238,3 +241,15 @@ def test_observations_are_bytes() -> None:
         ppo_atari.train(ppo_atari.Args(total_timesteps=64, num_steps=32, **GAME))
     assert {batch.obs.dtype for batch in batches} == {ppo_atari.torch.uint8}
     assert batches[0].obs.max() > 1
+
+
+def test_agent_of_the_repository(folder: Path) -> None:
+    """The trained agent of the repository plays from its file alone; untrained ones get 0 to 2."""
+    shutil.copy(AGENT / "checkpoint.pt", folder)
+    args = ppo_atari.load_checkpoint(folder)["args"]
+    args = replace(args, env_kwargs={"max_num_frames_per_episode": 2000}, eval_episodes=1)
+    threads = ppo_atari.torch.get_num_threads()
+    ppo_atari.torch.set_num_threads(1)
+    result = ppo_atari.evaluate(replace(args, bf16=False), folder)
+    ppo_atari.torch.set_num_threads(threads)
+    assert result["eval/return"] > 10
