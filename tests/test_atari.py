@@ -10,6 +10,7 @@ import ale_py  # noqa: F401 - registers the games
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from conftest import kept_batches, scalars
 
 import ppo_atari
@@ -239,17 +240,17 @@ def test_observations_are_bytes() -> None:
     """Screens are stored as bytes, and scaled to 0 .. 1 only in the network."""
     with kept_batches(ppo_atari) as batches:
         ppo_atari.train(ppo_atari.Args(total_timesteps=64, num_steps=32, **GAME))
-    assert {batch.obs.dtype for batch in batches} == {ppo_atari.torch.uint8}
+    assert {batch.obs.dtype for batch in batches} == {torch.uint8}
     assert batches[0].obs.max() > 1
 
 
 def test_agent_of_the_repository(folder: Path) -> None:
-    """The trained agent of the repository plays from its file alone; untrained ones get 0 to 2."""
+    """The trained agent of the repository plays from its file alone; untrained ones get 0 or 1."""
     shutil.copy(AGENT / "checkpoint.pt", folder)
     args = ppo_atari.load_checkpoint(folder)["args"]
     args = replace(args, env_kwargs={"max_num_frames_per_episode": 2000}, eval_episodes=1)
-    threads = ppo_atari.torch.get_num_threads()
-    ppo_atari.torch.set_num_threads(1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for one another where other tests run
     result = ppo_atari.evaluate(replace(args, bf16=False), folder)
-    ppo_atari.torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
     assert result["eval/return"] > 10
