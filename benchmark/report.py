@@ -239,20 +239,20 @@ def cleanrl_speeds() -> str:
 
 
 def short_speeds() -> str:
-    """The medians of the ratios, on the first machine that ran both."""
+    """Medians of the speeds and of the ratios, on the first machine that ran both."""
     groups, lines = speed_rows(), []
     for env_id, who, name in SPEEDS:
         cells = []
-        for peer in ("CleanRL", "Stable-Baselines3"):
-            for ours in (who, f"{who} --compile"):
-                found = []
-                for machine, *run in groups:
-                    if run == [env_id, ours] and (machine, env_id, peer) in groups and not found:
-                        found = ratios(groups[machine, *run], groups[machine, env_id, peer])
-                cells.append(f"{statistics.median(found):.1f}" if found else "")
+        for ours in (who, f"{who} --compile"):
+            machines = [machine for machine, *run in groups if run == [env_id, ours]]
+            cells.append(f"{median(groups[machines[0], env_id, ours], 'steps_per_s'):,.0f}")
+            for peer in ("CleanRL", "Stable-Baselines3"):
+                both = [x for x in machines if (x, env_id, peer) in groups]
+                pairs = [(groups[x, env_id, ours], groups[x, env_id, peer]) for x in both]
+                cells.append(f"{statistics.median(ratios(*pairs[0])):.1f}" if pairs else "")
         lines.append([name, *cells])
-    columns = ["of CleanRL's", "`--compile`", "of Stable-Baselines3's", "`--compile`"]
-    return table(["", *columns], lines)
+    columns = ["of CleanRL's", "of Stable-Baselines3's"]
+    return table(["", "steps/s", *columns, "`--compile`: steps/s", *columns], lines)
 
 
 def sources() -> str:
