@@ -35,7 +35,7 @@ class Options:
     """Search hyper-parameters of a script. What isn't a flag here is one of the script's."""
 
     script: tyro.conf.Positional[Path]  # ppo.py, ppo_continuous.py, ppo_atari.py or a copy
-    seeds: tuple[int, ...] = (1, 2, 3)  # of each trial, whose value is their interquartile mean
+    seeds: tuple[int, ...] = (1, 2, 3)  # of a trial: its value is their mean, from 4 interquartile
     goal: float | None = None  # search the least steps to this mean return
     trials: int = 40  # in all, with those of before
     jobs: int = 2  # processes
