@@ -76,7 +76,7 @@ FOUND += " --learning-rate 1.86e-3 --gamma 0.999 --gae-lambda 0.98 --ent-coef 0.
 MORE_STARTS = "--env-kwargs max_episode_steps 200"
 EXPERIMENTS = [
     ("ppo_atari.py", "ALE/Breakout-v5", [1], "--bf16"),
-    ("ppo_atari.py", "ALE/Pong-v5", [1], "--num-threads 1"),
+    ("ppo_atari.py", "ALE/Pong-v5", [1], "--bf16"),
     ("ppo_atari.py", "ALE/Pong-v5", [1], "--num-threads 1 --total-timesteps 1200000"),
     ("ppo_atari.py", "ALE/Breakout-v5", THREE, "--num-threads 1 --total-timesteps 1200000"),
     ("ppo_continuous.py", PENDULUMS[1], FRESH[:5], f"{compiled(PENDULUMS[1])} {MORE_STARTS}"),
