@@ -477,7 +477,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         envs = make_envs(args, local_num_envs)
         on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
         seed_everything(args.seed)  # the same weights in all processes
-        agent = Agent(envs, args).to(device)  # next: eps is detail 3; compiled, unfused is faster
+        agent = Agent(envs, args).to(device)  # Adam's eps: detail 3; compiled, unfused is faster
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
         if args.resume:
             load_checkpoint(folder, agent, optimizer)
@@ -540,18 +540,17 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
-                b_obs = torch.tensor(obs, device=device).flatten(0, 1)
-                b_actions = torch.tensor(actions, device=device).flatten(0, 1)
-                b_noise = torch.tensor(noise, device=device).flatten(0, 1)
-                again = agent.get_action(b_obs[:64].clone(), b_noise[:64])  # a hack may change obs
-                close = torch.isclose(again, b_actions[:64], 1e-3, 1e-3, equal_nan=True)
-                assert close.float().mean() > 0.95, "make_act and get_action differ on equal noise"
+                tensors = [torch.tensor(x, device=device) for x in (obs, actions, noise)]
+                b_obs, b_actions, b_noise = (x.flatten(0, 1) for x in tensors)
+                again = agent.get_action(b_obs[::17].clone(), b_noise[::17])  # hacks may change it
+                close = torch.isclose(again, b_actions[::17], 1e-3, 1e-3, equal_nan=True)
+                assert close.float().mean(0).min() > 0.95, "make_act and get_action differ"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
-                again = agent.get_value(b_obs[:64].clone())
-                close = torch.isclose(again, b_values[:64], 0.05, 0.05, equal_nan=True)
+                again = agent.get_value(b_obs[::17].clone())
+                close = torch.isclose(again, b_values[::17], 0.05, 0.05, equal_nan=True)
                 assert close.float().mean() > 0.95, "get_value and evaluate_actions differ"
             dones = terminations | truncations
-            ends = dones.copy()  # where sums of rewards end: at each scheduled checkpoint, too
+            ends = dones.copy()  # where returns restart: at each scheduled checkpoint, too
             ends[-1] |= is_cut
             scaled_rewards = agent.scale_rewards(rewards, ends, args.gamma)  # add a bonus here
             for epoch in range(args.update_epochs):
@@ -599,6 +598,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     where = f"in iteration {iteration}, up to step {global_step}"
                     raise UsageError(f"{name} became infinite or nan {where}")
             scalars |= agent.finish_iteration(b_obs)  # last, as it changes the agent
+            scalars["losses/epochs"] = epoch + 1  # begun, where target_kl ends them
             scalars["charts/learning_rate"] = float(optimizer.param_groups[0]["lr"])
             scalars["charts/SPS"] = (global_step - start_step) / (time.perf_counter() - start_time)
             gathered = [(episodes, signals)] * world_size

@@ -1,5 +1,6 @@
 """The agents' distributions and statistics, against torch's and numpy's own."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -305,12 +306,23 @@ def without_noise(make_act: Callable) -> Callable:
     return lambda agent: lambda obs, noise: make_act(agent)(obs, 0 * noise)
 
 
+def later_without_noise(make_act: Callable) -> Callable:
+    """Acting by the most probable actions from the 41st step of a rollout on."""
+
+    def make(agent: Any) -> Callable:
+        act, steps = make_act(agent), itertools.count()
+        return lambda obs, noise: act(obs, noise * (next(steps) < 40))
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("name", "method", "change"),
     [
         ("ppo", "get_action", other_get_action),
         ("ppo_continuous", "get_action", other_get_action),
         *((name, "make_act", without_noise) for name in SCRIPTS),
+        *((name, "make_act", later_without_noise) for name in SCRIPTS),
     ],
 )
 def test_acting_otherwise(
@@ -324,6 +336,20 @@ def test_acting_otherwise(
     with watching(script, lambda *args: updates.append(args)), told:
         script.train(script.Args(**SHORT[name]))
     assert not updates
+
+
+def test_acting_otherwise_by_one_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of six actions that is another one in a sixth of the steps stops the run, too."""
+    make_act = ppo_continuous.Agent.make_act
+
+    def make(agent: Any) -> Callable:
+        act, last = make_act(agent), np.arange(6) == 5
+        return lambda obs, noise: act(obs, np.where((noise[:, :1] > 1) & last, 0, noise))
+
+    monkeypatch.setattr(ppo_continuous.Agent, "make_act", make)
+    flags = SHORT["ppo_continuous"] | {"env_id": "HalfCheetah-v5"}
+    with pytest.raises(AssertionError, match="make_act and get_action differ"):
+        ppo_continuous.train(ppo_continuous.Args(**flags))
 
 
 def test_running_statistics() -> None:

@@ -93,7 +93,7 @@ def test_form(name: str) -> None:
     rows = [x for x in TABLES["recipes"]().splitlines() if f"{name}.diff" in x or "`ppo.py" in x]
     for figure in re.findall(r"-?[\d.]+ ± [\d.]+", "\n".join(lines[:first])):
         assert any(figure in row for row in rows), figure
-    assert f"patch -p0 < {name}.diff && python ppo" in "\n".join(lines[:first])
+    assert f"patch -p0 < recipes/{name}.diff && python ppo" in "\n".join(lines[:first])
     changed = [line for line in lines[first + 2 :] if line[:1] in ("+", "-")]
     assert 0 < len(changed) < 60
     assert max(len(line) for line in changed) <= 101

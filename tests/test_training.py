@@ -417,6 +417,7 @@ def test_target_kl_stops_an_update(
     sizes = {"num_minibatches": 4, "update_epochs": 2, "eval_episodes": 0}
     ppo.train(ppo.Args(**sizes, total_timesteps=1024, target_kl=target))
     assert len(seen) == 2 * updates
+    assert scalars("losses/epochs") == [(512, -(-updates // 4)), (1024, -(-updates // 4))]
 
 
 def test_recompute_advantages() -> None:
@@ -446,7 +447,7 @@ def test_scalars() -> None:
     """A run's events hold what CleanRL's do under the same names, and the debugging plots."""
     ppo_continuous.train(ppo_continuous.Args(**SHORT["ppo_continuous"]))
     charts = "episodic_return episodic_length learning_rate SPS policy_std"
-    losses = "value_loss policy_loss entropy approx_kl old_approx_kl clipfrac"
+    losses = "value_loss policy_loss entropy approx_kl old_approx_kl clipfrac epochs"
     debug = "values returns advantages"
     for tag in [f"charts/{name}" for name in charts.split()]:
         assert np.isfinite([value for _, value in scalars(tag)]).all(), tag
