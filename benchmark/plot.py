@@ -91,7 +91,8 @@ def draw_curves() -> None:
         for style, (who, figures) in zip((":", "--"), PUBLISHED.items(), strict=True):
             if task in figures:
                 axis.axhline(figures[task][0], color="gray", linestyle=style, label=LINES[who])
-        axis.set_title(f"{task}, {len(returns)} seeds", fontsize=10)
+        count = f"{len(returns)} seeds" if len(returns) > 1 else "one seed"
+        axis.set_title(f"{task}, {count}", fontsize=10)
         axis.tick_params(labelsize=8)
         legend |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     for axis in axes.flat[len(runs) :]:

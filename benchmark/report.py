@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from provenance import provenance
 from run import (
     ABLATED,
+    ATARI,
     CHANGES,
     EXPERIMENTS,
     FRESH,
@@ -45,6 +46,8 @@ PUBLISHED = {
         "Humanoid-v5": (716, 49),
         "InvertedPendulum-v5": (963, 22),
         "Pusher-v5": (-40.4, 7.2),
+        "ALE/Breakout-v5": (415, 28),
+        "ALE/Pong-v5": (20.4, 0.2),
     },
     "Tianshou": {
         "HalfCheetah-v5": (5784, 1244),
@@ -64,9 +67,10 @@ PAGES = ["README.md", "benchmark/README.md", "benchmark/SEARCH.md"]  # that have
 
 Run = tuple[str, str, Sequence[int], str]  # script, environment, seeds, flags
 
-# The rows of README.md, of the defaults, and Breakout's of three seeds.
+# The rows of README.md.
 SHOWN = ["CartPole-v1", "Acrobot-v1", "LunarLander-v3", "HalfCheetah-v5", "Hopper-v5"]
 SHOWN += ["Walker2d-v5", "Ant-v5", "Humanoid-v5", "Swimmer-v5", "InvertedDoublePendulum-v5"]
+SHOWN += ATARI
 SPEEDS = [  # environment, who, name in the table
     ("CartPole-v1", "ppo.py", "CartPole-v1, 4 environments"),
     ("HalfCheetah-v5", "ppo_continuous.py (canonical)", "HalfCheetah-v5, one environment"),
@@ -224,6 +228,7 @@ def cleanrl_speeds() -> str:
         peers = [
             cleanrl if same else None,
             groups.get((machine, env_id, "CleanRL, one thread")) if same else None,
+            groups.get((machine, env_id, "CleanRL, EnvPool")) if same else None,
             groups[machine, env_id, who.split(" --vec")[0]] if "--vec" in who else None,
         ]
         cells = []
@@ -234,7 +239,7 @@ def cleanrl_speeds() -> str:
         name = env_id if machine == first_machine else f"{env_id}, on {machine}"
         if any(cells):
             lines.append([name, f"`{who}`", *cells])
-    columns = ["of CleanRL's", "of CleanRL's, one thread", "of sync's"]
+    columns = ["of CleanRL's", "of CleanRL's, one thread", "of CleanRL's, EnvPool", "of sync's"]
     return table(["environment", "who", *columns], lines)
 
 
@@ -359,7 +364,6 @@ def populations() -> str:
 
 
 SHORT = [run for run in MAIN if run[1] in SHOWN]
-SHORT += [run for run in EXPERIMENTS if run[1] == "ALE/Breakout-v5"]
 TABLES = {
     "short": lambda: results(SHORT, without=("lowest .. highest", "best", "commit")),
     "defaults": lambda: results(MAIN),

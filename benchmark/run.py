@@ -33,6 +33,7 @@ RESULTS = ROOT / "benchmark/results"
 CLASSIC = ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "LunarLander-v3"]
 MUJOCO = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5", "Swimmer-v5"]
 MUJOCO += ["Reacher-v5", "InvertedPendulum-v5", "InvertedDoublePendulum-v5"]
+ATARI = ["ALE/Breakout-v5", "ALE/Pong-v5"]
 # The settings of Huang et al., which ppo_continuous.py had as its defaults at first.
 CANONICAL = "--num-envs 1 --num-steps 2048 --no-recompute-advantages --norm-adv"
 CANONICAL += " --clip-vloss --max-grad-norm 0.5 --target-kl None --log-std-init 0 --log-std-min -20"
@@ -50,6 +51,7 @@ def compiled(task: str) -> str:
 MAIN = [  # script, environment, seeds, further flags
     *(("ppo.py", task, FIVE, "") for task in CLASSIC),
     *(("ppo_continuous.py", task, FRESH, compiled(task)) for task in MUJOCO),
+    *(("ppo_atari.py", task, [1], "--bf16") for task in ATARI),
 ]
 # The defaults but for one.
 CHANGES = ["--no-stagger", "--target-kl None", "--max-grad-norm 0.5", "--checkpoint-interval 0"]
@@ -75,10 +77,7 @@ FOUND += " --learning-rate 1.86e-3 --gamma 0.999 --gae-lambda 0.98 --ent-coef 0.
 # Episodes of a fifth of the length: five times as many starts to learn from.
 MORE_STARTS = "--env-kwargs max_episode_steps 200"
 EXPERIMENTS = [
-    ("ppo_atari.py", "ALE/Breakout-v5", [1], "--bf16"),
-    ("ppo_atari.py", "ALE/Pong-v5", [1], "--bf16"),
     ("ppo_atari.py", "ALE/Pong-v5", [1], "--num-threads 1 --total-timesteps 1200000"),
-    ("ppo_atari.py", "ALE/Breakout-v5", THREE, "--num-threads 1 --total-timesteps 1200000"),
     ("ppo_continuous.py", PENDULUMS[1], FRESH[:5], f"{compiled(PENDULUMS[1])} {MORE_STARTS}"),
     ("ppo.py", "LunarLander-v3", range(16, 26), FOUND),
     ("ppo.py", "LunarLander-v3", TEN, f"{LARGER} --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss"),

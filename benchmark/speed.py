@@ -7,7 +7,8 @@
     git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl/repo  # measured: commit fe8d8a0
     python -m venv /tmp/cleanrl/venv
     /tmp/cleanrl/venv/bin/pip install torch==2.13.0 gymnasium==0.29.1 "numpy<2" tyro tensorboard \
-        mujoco==3.10.0 imageio opencv-python-headless ale-py==0.8.1 "shimmy[atari]==1.3.0"
+        mujoco==3.10.0 imageio opencv-python-headless ale-py==0.8.1 "shimmy[atari]==1.3.0" \
+        envpool==0.8.4 gym==0.23.1
     cp .venv/lib/python3.11/site-packages/ale_py/roms/breakout.bin \
         /tmp/cleanrl/venv/lib/python3.11/site-packages/ale_py/roms  # this ale-py has no games
     python benchmark/speed.py --peer-python /tmp/sb3/bin/python \
@@ -65,6 +66,7 @@ CLEANRL = {  # environment: its script, flags; its HalfCheetah is v4, as gymnasi
     "HalfCheetah-v5": "ppo_continuous_action.py --env-id HalfCheetah-v4 --total-timesteps 16384",
     "ALE/Breakout-v5": "ppo_atari.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 8192",
 }
+CLEANRL_ENVPOOL = "ppo_atari_envpool.py --env-id Breakout-v5 --total-timesteps 8192"
 FIGURES = ["first_iteration_s", "peak_mib", "steps_per_s"]
 ENVS, STEPS = (1, 4, 16, 64, 256), (32, 128, 512, 2048)
 SCALES = {  # what varies: its sizes, with steps enough for a few iterations
@@ -111,9 +113,11 @@ def measure(script: str, flags: str, processes: int = 1, scripts: Path = ROOT) -
     }
 
 
-def cleanrl(args: Args, env_id: str, folder: str, variables: dict[str, str]) -> dict[str, int]:
-    """Run CleanRL's script in a folder, with these environment variables: what it prints last."""
-    command = f"{args.cleanrl_python} {args.cleanrl}/{CLEANRL[env_id]} --no-cuda"
+def cleanrl(args: Args, run: str, folder: str, variables: dict[str, str]) -> dict[str, int]:
+    """Run a script of CleanRL's with its flags in a folder, with these environment variables: what
+    it prints last.
+    """
+    command = f"{args.cleanrl_python} {args.cleanrl}/{run} --no-cuda"
     variables = variables | {"PYTHONPATH": str(Path(args.cleanrl).parent)}
     done = subprocess.run(
         command.split(),
@@ -142,9 +146,12 @@ def compare(args: Args) -> None:
                     "Stable-Baselines3": {"steps_per_s": round(float(peer.stdout.split()[-1]))}
                 }
                 if args.cleanrl:
-                    speeds["CleanRL"] = cleanrl(args, env_id, folder, {})
-                    if "ALE/" not in env_id:  # small networks can be faster so
-                        one = cleanrl(args, env_id, folder, {"OMP_NUM_THREADS": "1"})
+                    run = CLEANRL[env_id]
+                    speeds["CleanRL"] = cleanrl(args, run, folder, {})
+                    if "ALE/" in env_id:
+                        speeds["CleanRL, EnvPool"] = cleanrl(args, CLEANRL_ENVPOOL, folder, {})
+                    else:  # small networks can be faster so
+                        one = cleanrl(args, run, folder, {"OMP_NUM_THREADS": "1"})
                         speeds["CleanRL, one thread"] = one
             for flags in variants:
                 task = env_id.split(",")[0]
