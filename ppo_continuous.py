@@ -668,11 +668,11 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
                 tensors = [torch.tensor(x, device=device) for x in (obs, actions, noise)]
                 b_obs, b_actions, b_noise = (x.flatten(0, 1) for x in tensors)
-                again = agent.get_action(b_obs[::17].clone(), b_noise[::17])  # hacks may change it
+                again = agent.get_action(b_obs[::17].clone(), b_noise[::17])  # of all environments
                 close = torch.isclose(again, b_actions[::17], 1e-3, 1e-3, equal_nan=True)
                 assert close.float().mean(0).min() > 0.95, "make_act and get_action differ"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
-                again = agent.get_value(b_obs[::17].clone())
+                again = agent.get_value(b_obs[::17].clone())  # clones, as hacks may change them
                 close = torch.isclose(again, b_values[::17], 0.05, 0.05, equal_nan=True)
                 assert close.float().mean() > 0.95, "get_value and evaluate_actions differ"
             dones = terminations | truncations
@@ -724,7 +724,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     where = f"in iteration {iteration}, up to step {global_step}"
                     raise UsageError(f"{name} became infinite or nan {where}")
             scalars |= agent.finish_iteration(b_obs)  # last, as it changes the agent
-            scalars["losses/epochs"] = epoch + 1  # begun, where target_kl ends them
+            scalars["losses/epochs"] = epoch + 1  # begun: target_kl may end the last one early
             scalars["charts/learning_rate"] = float(optimizer.param_groups[0]["lr"])
             scalars["charts/SPS"] = (global_step - start_step) / (time.perf_counter() - start_time)
             gathered = [(episodes, signals)] * world_size

@@ -725,7 +725,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 b_features = agent.get_features(b_obs.clone(), *pieces[1:])  # networks get clones
                 differences = (b_features - agent.remember(b_obs.clone(), b_states)[0]).abs()
                 assert not (differences > 0.01).any(), "get_features does otherwise than remember"
-                again = agent.get_action(b_features[::17], b_noise[::17])
+                again = agent.get_action(b_features[::17], b_noise[::17])  # of all environments
                 close = torch.isclose(again, b_actions[::17], 1e-3, 1e-3, equal_nan=True)
                 assert close.float().mean(0).min() > 0.95, "make_act and get_action differ"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_features, b_actions)
@@ -786,7 +786,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     where = f"in iteration {iteration}, up to step {global_step}"
                     raise UsageError(f"{name} became infinite or nan {where}")
             scalars |= agent.finish_iteration(*pieces)  # last, as it changes the agent
-            scalars["losses/epochs"] = epoch + 1  # begun, where target_kl ends them
+            scalars["losses/epochs"] = epoch + 1  # begun: target_kl may end the last one early
             scalars["charts/learning_rate"] = float(optimizer.param_groups[0]["lr"])
             scalars["charts/SPS"] = (global_step - start_step) / (time.perf_counter() - start_time)
             gathered = [(episodes, signals)] * world_size
