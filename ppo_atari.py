@@ -65,12 +65,12 @@ class Args:
     bf16: bool = False  # compute the CNN in bfloat16: faster where the processor has it
     repeat_action_probability: float = 0.0  # probability that a game repeats the last action
     track: bool = False  # mirror the scalars to Weights & Biases
-    wandb_project_name: str = "ppo"  # project there
+    wandb_project_name: str = "ppo"  # project of Weights & Biases
 
     checkpoint_interval: int = 500  # iterations between checkpoints, which cut episodes; 0: at end
     eval_episodes: int = 10  # greedy episodes to evaluate, after the training or with --evaluate
     eval_checkpoints: bool = False  # evaluate at every checkpoint, too: a greedy learning curve
-    capture_video: bool = False  # record those episodes in the run's folder
+    capture_video: bool = False  # record the evaluation's episodes in the run's folder
     resume: str | None = None  # go on with the run in this folder; other flags may change it
     evaluate: str | None = None  # train nothing, evaluate the run in this folder
 
@@ -213,9 +213,9 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear |
 
 
 def gather(x: Tensor) -> Tensor:
-    """The tensors of all processes that torchrun started, one after another along dimension 0."""
+    """The tensors of all processes, without gradients, one after another along dimension 0."""
     if not dist.is_initialized():
-        return x
+        return x.detach()
     gathered = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, x.contiguous())
     return torch.cat(gathered)
@@ -279,11 +279,11 @@ class Agent(nn.Module):
         return logprob, entropy, self.critic(features).squeeze(-1)
 
     def scale_rewards(self, rewards: np.ndarray, ends: np.ndarray, gamma: float) -> np.ndarray:
-        """Hook: the rewards to learn from, (num_steps, num_envs); here, their signs (detail 19)."""
+        """Hook: rewards to learn from, (num_steps, local_num_envs); here, signs (detail 19)."""
         return np.sign(rewards)
 
     def finish_iteration(self, obs: Tensor) -> dict[str, float]:
-        """Hook after each iteration: adapt to observations, return what to log; here, nothing."""
+        """Hook: adapt to this process's observations (`gather` them?), return what to log."""
         return {}
 
 
@@ -389,7 +389,7 @@ def catch_signals(on_exit: ExitStack) -> list[int]:
 
 
 def log(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
-    """Write scalars as one event: a sixth of the time that `add_scalar` takes for each."""
+    """Write scalars as one event, six times as fast as one `add_scalar` for each."""
     values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
     writer.file_writer.add_summary(Summary(value=values), step)
 
@@ -509,8 +509,8 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
         in_loop.enter_context(bar)
         for iteration in range(first_iteration, num_iterations):
             # Environments and wrappers can't be saved. So that a run resumed from a scheduled
-            # checkpoint equals an undisturbed one, both make them anew every `interval` iterations
-            # and seed all generators by the iteration: before, as making may draw some, and after.
+            # checkpoint equals an undisturbed one, every `interval` iterations they are made anew,
+            # and all generators seeded by the iteration: before making (it may draw) and after.
             if iteration == first_iteration or iteration % interval == 0:
                 if iteration > first_iteration:
                     envs.close()
@@ -536,15 +536,15 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     global_step += args.num_envs
                     for i in np.flatnonzero(terminated | truncated):
                         final_obs[t, i] = infos["final_obs"][i]  # next_obs is of the next episodes
-                    if "episode" in infos:  # a return is nan if the episode was not whole
+                    if "episode" in infos:  # a return is nan if --stagger cut the episode
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
                 tensors = [torch.tensor(x, device=device) for x in (obs, actions, noise)]
                 b_obs, b_actions, b_noise = (x.flatten(0, 1) for x in tensors)
                 again = agent.get_action(b_obs[::17].clone(), b_noise[::17])  # of all environments
-                close = torch.isclose(again, b_actions[::17], 1e-3, 1e-3, equal_nan=True)
-                assert close.float().mean(0).min() > 0.95, "make_act and get_action differ"
+                bad = ~again.isclose(b_actions[::17], 1e-3, 1e-3, equal_nan=True)  # ties are, too
+                assert bad.sum(0).max() < max(2, len(bad) / 20), "make_act and get_action differ"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
                 again = agent.get_value(b_obs[::17].clone())  # clones, as hacks may change them
                 close = torch.isclose(again, b_values[::17], 0.05, 0.05, equal_nan=True)
@@ -554,7 +554,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
             ends[-1] |= is_cut
             scaled_rewards = agent.scale_rewards(rewards, ends, args.gamma)  # add a bonus here
             for epoch in range(args.update_epochs):
-                # Generalized advantage estimation (arXiv:1506.02438, (16); detail 5). The value
+                # Generalized advantage estimation (arXiv:1506.02438, eq. 16; detail 5). The value
                 # after termination is 0, after truncation that of the true last observation.
                 if epoch == 0 or args.recompute_advantages:
                     last_obs = torch.from_numpy(np.concatenate([next_obs, final_obs[truncations]]))
@@ -584,7 +584,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                         metrics[name].append(x.clone())  # the next CUDA graph overwrites x
                     kls = metrics["losses/approx_kl"]
                     if args.target_kl and gather(kls[-1][None]).max() > 5 * args.target_kl:
-                        break  # after tiny gradients, Adam's steps are large: end a collapse early
+                        break  # end a collapse early: after tiny gradients, Adam's steps are large
                 if args.target_kl:
                     recent_kls = gather(torch.stack(kls[-args.num_minibatches :]))
                     if recent_kls.mean() > args.target_kl or recent_kls.max() > 5 * args.target_kl:

@@ -352,6 +352,29 @@ def test_acting_otherwise_by_one_action(monkeypatch: pytest.MonkeyPatch) -> None
         ppo_continuous.train(ppo_continuous.Args(**flags))
 
 
+@pytest.mark.parametrize("wrong", [[34], [17, 34]])
+def test_acting_otherwise_in_few_steps(wrong: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a short rollout, where 8 steps are compared, one may differ, as at a tie, but not two."""
+    make_act = ppo.Agent.make_act
+
+    def make(agent: Any) -> Callable:
+        act, steps = make_act(agent), itertools.count()
+        return lambda obs, noise: act(obs, noise) ^ (next(steps) in wrong)
+
+    monkeypatch.setattr(ppo.Agent, "make_act", make)
+    args = ppo.Args(**SHORT["ppo"] | {"num_envs": 1, "num_steps": 128})
+    if len(wrong) == 1:
+        ppo.train(args)
+    else:
+        with pytest.raises(AssertionError, match="make_act and get_action differ"):
+            ppo.train(args)
+
+
+def test_gather_has_no_gradient() -> None:
+    """With one process as with several, so that a loss doesn't learn less with several only."""
+    assert not ppo.gather(torch.ones(2, requires_grad=True)).requires_grad
+
+
 def test_running_statistics() -> None:
     """Batches of any size give the mean and variance of all that was seen, far from 0 too."""
     rng = np.random.default_rng(0)

@@ -205,10 +205,13 @@ ERRORS = [
     ("ppo", "--env-id :", "cannot make :"),
     ("ppo", "--env-id ALE/Pong-v5", "ppo_atari.py"),
     ("ppo", "--mask-actions", "action_mask"),
-    (
-        "ppo",
-        "--env-id probe_envs:Choices-v0 --env-kwargs kind multi_binary --mask-actions",
-        "action_mask",
+    *(
+        (
+            "ppo",
+            f"--env-id probe_envs:Choices-v0 --env-kwargs kind {kind} --mask-actions",
+            "masks are for Discrete",
+        )
+        for kind in ("multi_discrete", "multi_binary")
     ),
     ("ppo_continuous", "--env-id probe_envs:Unusable-v0 --env-kwargs kind huge", "bounds"),
     ("ppo_continuous", "--env-id probe_envs:Unusable-v0 --env-kwargs kind integer", "int8"),
