@@ -261,6 +261,14 @@ def test_smooth_l1(clip: bool) -> None:
     assert loss.item() == pytest.approx(expected)
 
 
+def test_search() -> None:
+    """The further flags with which benchmark/search.py trains apply, and train."""
+    flags = "--obs-eps 0.1 --beta2 0.99 --critic-lr 2 --step-kl 2 --actor-size 32 --lr-end 0.5"
+    flags += " --critic-epochs --total-timesteps 4096"
+    run(apply("../benchmark/search"), *flags.split())
+    assert saved_agent()["actor.0.weight"].shape == (32, 17)
+
+
 def test_dict_obs() -> None:
     """Image and vector reach their networks whole, and together solve what neither alone does."""
     script = apply("dict_obs")
