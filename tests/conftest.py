@@ -1,8 +1,12 @@
 """What the tests share: every test runs in a folder of its own."""
 
 import contextlib
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from dataclasses import replace
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["ppo", "ppo_continuous", "ppo_atari"]
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
 NEEDS_RAY = pytest.mark.skipif(not find_spec("ray"), reason="needs pip install ray[tune]")
@@ -30,6 +35,7 @@ SHORT = {
 VARIANTS = {"ppo_recurrent": "ppo", "ppo_continuous_recurrent": "ppo_continuous"}
 SHORT |= {name: SHORT[base] | {"sequence_length": 8} for name, base in VARIANTS.items()}
 SHORT = {name: args | {"eval_episodes": 0} for name, args in SHORT.items()}
+MODULES = {name: __import__(name) for name in [*SCRIPTS, *VARIANTS]}
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +90,7 @@ def kept_batches(script: ModuleType) -> Iterator[list[Any]]:
 
 def scalars(tag: str, run: Path | None = None) -> list[tuple[int, float]]:
     """The steps and values of a scalar in the only run below this folder, or in the one named."""
-    if run is None:
-        (run,) = Path("runs").iterdir()
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    events = EventAccumulator(str(run or only_run()), size_guidance={"scalars": 0})
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
@@ -95,3 +99,75 @@ def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     """Whether two agents are equal, bit for bit."""
     other = b.state_dict()
     return all(torch.equal(x, other[name]) for name, x in a.state_dict().items())
+
+
+def load(script: Path) -> ModuleType:
+    """A file as a module of its own."""
+    spec = spec_from_file_location(script.stem, script)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def command(name: str, *flags: Any, **options: Any) -> subprocess.Popen:
+    """Start a script as a user does."""
+    arguments = [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(arguments, **pipes, **options)
+
+
+def wait_for(process: subprocess.Popen, pattern: str) -> None:
+    """Wait until the process has written such a file."""
+    while not [*Path().glob(pattern)]:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+
+
+def refusal(name: str, *flags: Any, **options: Any) -> str:
+    """The only sentence of a command that fails as it should."""
+    process = command(name, *flags, **options)
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 2, stderr
+    assert "Traceback" not in stderr
+    assert stderr.splitlines()[-1].startswith(f"{name}.py: ")
+    return stderr.splitlines()[-1]
+
+
+def only_run() -> Path:
+    """The folder of the only run."""
+    (folder,) = Path("runs").iterdir()
+    return folder
+
+
+def trained(name: str, **kwargs: Any) -> Path:
+    """The folder of a short run in a new folder of its own."""
+    before = {*Path("runs").iterdir()} if Path("runs").exists() else set()
+    MODULES[name].train(MODULES[name].Args(**(SHORT[name] | kwargs)))
+    (folder,) = {*Path("runs").iterdir()} - before
+    return folder
+
+
+def go_on(script: Any, run: Path, **flags: Any) -> float:
+    """Resume a run of this process, with other flags than its own, in another second.
+
+    TensorBoard sorts files by their names, which have the second and, unsorted from 10 on, how many
+    the process wrote.
+    """
+    time.sleep(1.1)
+    args = script.load_checkpoint(run)["args"]
+    return script.train(replace(args, **flags | {"resume": str(run)}))
+
+
+def crashed(name: str, iterations: int, **kwargs: Any) -> tuple[Path, dict[str, Any]]:
+    """The folder and the checkpoint of a short run that crashed after so many iterations."""
+    reports, script = [], MODULES[name]
+
+    def report(step: int, score: float) -> None:
+        reports.append(step)
+        if len(reports) == iterations:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        script.train(script.Args(**SHORT[name] | kwargs), report)
+    path = only_run() / "checkpoint.pt"
+    return only_run(), script.load_checkpoint(path.parent) if path.exists() else {}

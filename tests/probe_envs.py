@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -368,6 +369,14 @@ class Drawn(Probe):
     def reward(self, action: Any) -> float:
         """The number."""
         return self.worth
+
+
+class Slow(Probe):
+    """It takes a minute to make, and says when that begins."""
+
+    def __init__(self) -> None:
+        Path("making").touch()
+        time.sleep(60)
 
 
 class Breaks(Probe):

@@ -43,12 +43,19 @@ def hooked(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def changed_input(layer: nn.Module) -> nn.Module:
+    """The layer, with a hook that changes what it gets, as PyTorch's pruning has one."""
+    layer.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    return layer
+
+
 LAYERS = {
     "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.Tanh()), nn.Linear(8, 4)),
     "gelu": lambda: nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 4)),
     "layernorm": lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh()),
     "subclass": lambda: nn.Sequential(nn.Tanh(), Doubled(5, 4), nn.Tanh()),
     "hooked layers": lambda: nn.Sequential(hooked(nn.Linear(5, 4)), hooked(nn.Tanh())),
+    "changed input": lambda: nn.Sequential(nn.Linear(5, 4), changed_input(nn.Linear(4, 4))),
     "hooked network": lambda: nn.Sequential(hooked(nn.Sequential(nn.Linear(5, 4)))),
     "one layer": lambda: nn.Linear(5, 4),
     "no layer": nn.Sequential,
@@ -79,12 +86,11 @@ def act_agents() -> dict[str, tuple[Any, torch.Tensor]]:
     masked[:, 5] = 1  # at least one is valid
     choices = Spaces(Box(-1, 1, (9,)), MultiDiscrete([2, 4, 3]))
     one = Spaces(Box(-1, 1, (9,)), MultiDiscrete([4]))
-    game = Spaces(Box(0, 255, (84, 84, 4), np.uint8), Discrete(6))
     agents = {
         "choices": (ppo.Agent(choices, ppo.Args()), vectors),
         "masked": (ppo.Agent(one, ppo.Args(mask_actions=True)), masked),
-        "atari": (ppo_atari.Agent(game, ppo_atari.Args()), screens),
-        "bf16": (ppo_atari.Agent(game, ppo_atari.Args(bf16=True)), screens),
+        "atari": (atari_agent(), screens),
+        "bf16": (atari_agent(bf16=True), screens),
     }
     for flags in ({}, {"state_std": True}, {"state_std": True, "squash": True}):
         agent = continuous_agent(**flags)
@@ -148,8 +154,7 @@ def test_discrete_samples() -> None:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_atari(bf16: bool) -> None:
     """The same for the one choice of a game."""
-    spaces = Spaces(Box(0, 255, (84, 84, 4), np.uint8), Discrete(6))
-    agent = ppo_atari.Agent(spaces, ppo_atari.Args(bf16=bf16))
+    agent = atari_agent(bf16=bf16)
     obs = torch.randint(256, (3, 84, 84, 4), dtype=torch.uint8)
     actions = torch.tensor([5, 0, 2])
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -162,6 +167,12 @@ def test_atari(bf16: bool) -> None:
     assert torch.equal(agent.get_action(obs), choice.probs.argmax(-1))
     noise = agent.sample_noise(3)
     assert torch.equal(agent.get_action(obs, noise), (choice.logits + noise).argmax(-1))
+
+
+def atari_agent(**flags: Any) -> ppo_atari.Agent:
+    """An agent with six buttons."""
+    spaces = Spaces(Box(0, 255, (84, 84, 4), np.uint8), Discrete(6))
+    return ppo_atari.Agent(spaces, ppo_atari.Args(**flags))
 
 
 def continuous_agent(num_actions: int = 3, **flags: Any) -> ppo_continuous.Agent:
@@ -485,8 +496,7 @@ def test_initial_policy() -> None:
 def test_atari_samples() -> None:
     """Actions come as often as their probabilities say."""
     torch.manual_seed(0)
-    spaces = Spaces(Box(0, 255, (84, 84, 4), np.uint8), Discrete(6))
-    agent, logits = ppo_atari.Agent(spaces, ppo_atari.Args()), torch.randn(6)
+    agent, logits = atari_agent(), torch.randn(6)
     samples = (logits + agent.sample_noise(100_000)).argmax(-1)
     shares = torch.bincount(samples, minlength=6) / 100_000
     assert (shares - logits.softmax(-1)).abs().max() < 4 * 0.5 / 100_000**0.5
@@ -494,10 +504,21 @@ def test_atari_samples() -> None:
 
 def test_heads() -> None:
     """Heads begin with a gain of 0.01 (actor) and of 1 (critic)."""
-    spaces = Spaces(Box(0, 255, (84, 84, 4), np.uint8), Discrete(6))
-    atari = ppo_atari.Agent(spaces, ppo_atari.Args())
+    atari, continuous = atari_agent(), continuous_agent()
     agent = ppo.Agent(ppo.make_envs(ppo.Args(), 1), ppo.Args())
-    for actor, critic in ((atari.actor, atari.critic), (agent.actor[-1], agent.critic[-1])):
+    pairs = [(x.actor[-1], x.critic[-1]) for x in (agent, continuous)]
+    for actor, critic in (*pairs, (atari.actor, atari.critic)):
         gram = actor.weight @ actor.weight.T
         torch.testing.assert_close(gram, 1e-4 * torch.eye(len(gram)), rtol=0, atol=1e-7)
         assert critic.weight.norm().item() == pytest.approx(1)
+
+
+def test_initial_cnn() -> None:
+    """Its layers begin with orthogonal weights of gain sqrt(2), and without biases (detail 2)."""
+    layers = [x for x in atari_agent().network if isinstance(x, nn.Conv2d | nn.Linear)]
+    assert len(layers) == 4
+    for layer in layers:
+        weight = layer.weight.flatten(1)
+        gram = weight @ weight.T if len(weight) <= weight.shape[1] else weight.T @ weight
+        torch.testing.assert_close(gram, 2 * torch.eye(len(gram)), rtol=0, atol=1e-4)
+        assert not layer.bias.any()

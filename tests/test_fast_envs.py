@@ -1,8 +1,6 @@
 """Environments of EnvPool and gymnasium's CartPole on arrays, against gymnasium's single ones."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +8,13 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import NEEDS_ENVPOOL, scalars
+from conftest import NEEDS_ENVPOOL, refusal, scalars
 from gymnasium.envs.box2d.lunar_lander import heuristic
 
 import ppo
 import ppo_continuous
 
 SOURCES = ["native", pytest.param("envpool", marks=NEEDS_ENVPOOL)]
-ROOT = Path(ppo.__file__).parent
 
 
 def fast_envs(envs: Any) -> Any:
@@ -264,15 +261,7 @@ def test_sources_that_lack_it(flags: list[str], problem: str, tmp_path: Path) ->
     """An environment that a source lacks, or a source that isn't installed, ends in a sentence."""
     if "pip" in problem:
         (tmp_path / "envpool.py").write_text("raise ImportError('not installed')")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "ppo.py"), *flags],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert problem in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert problem in refusal("ppo", *flags, env=os.environ | {"PYTHONPATH": str(tmp_path)})
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -1,6 +1,5 @@
 """What people change first: each change works as meant, or fails loudly."""
 
-import importlib.util
 import itertools
 import json
 from collections import OrderedDict
@@ -11,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SHORT, same_weights
-
-ROOT = Path(__file__).resolve().parent.parent
+from conftest import ROOT, SHORT, kept_batches, load, only_run, same_weights
 
 
 def hacked(name: str, *changes: tuple[str, str]) -> ModuleType:
@@ -24,10 +21,7 @@ def hacked(name: str, *changes: tuple[str, str]) -> ModuleType:
         text = text.replace(old, new)
     script = Path(f"{name}_hacked.py")
     script.write_text(text)
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(script)
 
 
 def run(module: ModuleType, **flags: Any) -> None:
@@ -343,16 +337,10 @@ def test_monte_carlo() -> None:
 
 
 def watched_advantages(module: ModuleType, **flags: Any) -> torch.Tensor:
-    """Train without learning; the advantages of all gradient steps."""
-    update, seen = module.update, []
-
-    def watch(agent: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
-        seen.append(batch.advantages)
-        return update(agent, optimizer, batch, *rest)
-
-    module.update = watch
-    run(module, learning_rate=1e-30, **flags)
-    return torch.stack(seen)
+    """Train without learning; the advantages of all iterations."""
+    with kept_batches(module) as batches:
+        run(module, learning_rate=1e-30, **flags)
+    return torch.stack([batch.advantages for batch in batches])
 
 
 def test_flag_that_falls() -> None:
@@ -360,8 +348,10 @@ def test_flag_that_falls() -> None:
     annealed = "            if args.anneal_lr:  # detail 4; overwrites any other schedule\n"
     falls = "            args.ent_coef = 0.01 * (1 - iteration / num_iterations)\n"
     run(hacked("ppo", (annealed, falls + annealed)), ent_coef=0.01)
-    (path,) = Path("runs").glob("*/checkpoint.pt")
-    assert json.loads(torch.load(path, weights_only=True)["args"])["ent_coef"] == 0.01
+    assert (
+        json.loads(torch.load(only_run() / "checkpoint.pt", weights_only=True)["args"])["ent_coef"]
+        == 0.01
+    )
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -396,10 +386,9 @@ def test_clip_coef_that_falls(compile: bool) -> None:
 def test_resumed_with_another_optimizer(name: str) -> None:
     """Adam's moments of other parameters are refused."""
     run(hacked(name))
-    (folder,) = Path("runs").iterdir()
     module = hacked(name, ("Adam(agent.parameters(),", "Adam([*agent.parameters()][::-1],"))
     with pytest.raises(module.UsageError, match="the optimizer's order differs"):
-        run(module, resume=str(folder), total_timesteps=10**5)
+        run(module, resume=str(only_run()), total_timesteps=10**5)
 
 
 def test_dropout() -> None:
@@ -414,8 +403,7 @@ def test_dropout() -> None:
 
     run(module, total_timesteps=512, num_steps=128)
     module.Agent = keep
-    (path,) = Path("runs").iterdir()
-    module.evaluate(module.Args(eval_episodes=1), path)
+    module.evaluate(module.Args(eval_episodes=1), only_run())
     obs = torch.randn(100, 4)
     logits = [agents[0].actor(obs) for _ in range(2)]
     assert torch.equal(*logits)

@@ -1,6 +1,5 @@
 """The recipes: each applies to its script exactly, trains, and does what it says."""
 
-import importlib.util
 import math
 import os
 import re
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import scalars
+from conftest import load, only_run, scalars
 from report import TABLES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -51,18 +50,9 @@ def run(script: Path, *flags: Any) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def load(script: Path) -> ModuleType:
-    """The script as a module of its own."""
-    spec = importlib.util.spec_from_file_location(f"recipe_{script.stem}", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def saved_agent() -> dict[str, torch.Tensor]:
     """The agent in the checkpoint of the only run."""
-    (path,) = Path("runs").glob("*/checkpoint.pt")
-    return torch.load(path, weights_only=True)["agent"]
+    return torch.load(only_run() / "checkpoint.pt", weights_only=True)["agent"]
 
 
 def setting(module: ModuleType, **flags: Any) -> tuple[Any, Any, Any]:
@@ -234,8 +224,7 @@ def test_early_stop() -> None:
     """The training ends with the first mean return that is high enough, and its checkpoint."""
     run(apply("early_stop"), "--stop-at", 25, "--total-timesteps", 40960)
     means = np.array([x for _, x in scalars("charts/episodic_return")])
-    (path,) = Path("runs").glob("*/checkpoint.pt")
-    saved = torch.load(path, weights_only=True)
+    saved = torch.load(only_run() / "checkpoint.pt", weights_only=True)
     assert np.mean(saved["last_returns"]) == means[-100:].mean() >= 25
     steps = 512 * saved["iteration"]
     assert scalars("charts/SPS")[-1][0] == steps < 40960

@@ -2,7 +2,6 @@
 
 import ast
 import csv
-import importlib
 import os
 import re
 import runpy
@@ -17,10 +16,10 @@ from pathlib import Path
 
 import probe_envs
 import pytest
-from conftest import SCRIPTS, SHORT, scalars
+from conftest import MODULES, ROOT, SCRIPTS, SHORT, VARIANTS, only_run, refusal, scalars, trained
 from report import PAGES, renewed
+from run import label
 
-ROOT = Path(__file__).resolve().parent.parent
 DIFFERENT = {"Args", "FIXED", "FlatEnv", "make_envs", "Agent"}  # by intent
 
 
@@ -52,14 +51,15 @@ def test_results_are_on_file() -> None:
     for run, seeds in scores.items():
         values = [score for _, score in sorted(seeds)]
         for n in range(1, len(values) + 1):
-            filed.add((run[0], str(n), f"{statistics.mean(values[:n]):.1f}"))
+            mean = f"{statistics.mean(values[:n]):.1f}"
+            filed.add((run[0], label(run[1], run[2]), str(n), mean))
     for readme in (ROOT / "README.md", ROOT / "benchmark/README.md"):
         for line in readme.read_text().splitlines() if readme.exists() else []:
             cells = [cell.strip().strip("`") for cell in line.split("|")[1:-1]]
             # Environment, command, steps, seeds, mean.
             is_result = len(cells) > 4 and re.fullmatch(r"[\w/:.-]+-v\d+", cells[0])
             if is_result and cells[3].isdigit():
-                assert (cells[0], cells[3], cells[4].split(" ±")[0]) in filed, line
+                assert (*cells[:2], cells[3], cells[4].split(" ±")[0]) in filed, line
                 shown += 1
     assert shown >= 8
 
@@ -70,6 +70,18 @@ def test_tables_are_the_reports(name: str) -> None:
     text = (ROOT / name).read_text()
     assert text.count("<!-- table: ") == text.count("<!-- end -->") > 0
     assert renewed(text) == text
+
+
+def test_a_trained_policy_in_a_program() -> None:
+    """The program in benchmark/README.md acts with a run's policy."""
+    text = (ROOT / "benchmark/README.md").read_text()
+    (code,) = re.findall(r"^```python\n(.+?)^```", text, re.DOTALL | re.MULTILINE)
+    assert "range(1000)" in code
+    run = trained("ppo_continuous")
+    names = {}
+    exec(code.replace("runs/NAME", str(run)).replace("range(1000)", "range(10)"), names)
+    assert names["actions"].shape == (1, 1)
+    names["envs"].close()
 
 
 def test_requirements() -> None:
@@ -110,7 +122,7 @@ def test_same_flag_same_help() -> None:
     for name in SCRIPTS:
         pattern = r"^    (\w+): (.+?) = .+?  # (.+)$"
         found = re.findall(pattern, definitions(name)["Args"], re.MULTILINE)
-        fields = importlib.import_module(name).Args.__dataclass_fields__
+        fields = MODULES[name].Args.__dataclass_fields__
         assert [field for field, *_ in found] == list(fields)  # every flag has its help
         for field, *rest in found:
             texts.setdefault(field, set()).add(tuple(rest))
@@ -126,12 +138,19 @@ def test_same_methods() -> None:
         assert methods >= {"make_act", "scale_rewards", "finish_iteration"}
 
 
-def test_what_is_fixed_is_a_flag() -> None:
-    """What a resumed run must keep are flags; among them what the rollout's shape depends on."""
-    for name in SCRIPTS:
-        script = importlib.import_module(name)
-        assert set(script.FIXED) <= set(script.Args.__dataclass_fields__)
-        assert set(script.FIXED) >= {"env_id", "env_kwargs", "num_envs", "num_steps"}
+FIXED = {
+    "ppo": {"mask_actions"},
+    "ppo_continuous": {"squash", "state_std", "log_std_init"},
+    "ppo_atari": {"repeat_action_probability"},
+}
+FIXED |= {name: FIXED[base] | {"hidden_size", "mask_velocity"} for name, base in VARIANTS.items()}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_fixed(name: str) -> None:
+    """A resumed run must keep the environments, the rollout's shape and the kind of policy."""
+    expected = {"env_id", "env_kwargs", "num_envs", "num_steps"} | FIXED[name]
+    assert set(MODULES[name].FIXED) == expected <= set(MODULES[name].Args.__dataclass_fields__)
 
 
 ALONE = {
@@ -271,10 +290,7 @@ def test_bad_input(
 @pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
 def test_a_game_of_another_script(name: str, folder: Path) -> None:
     """An Atari game is sent to its script (in a process where no other script is imported)."""
-    command = [sys.executable, ROOT / f"{name}.py", "--env-id", "ALE/Pong-v5"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "ppo_atari.py" in done.stderr.splitlines()[-1]
+    assert "ppo_atari.py" in refusal(name, "--env-id", "ALE/Pong-v5")
     assert list(folder.iterdir()) == []
 
 
@@ -283,10 +299,9 @@ def test_nothing_to_evaluate(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """A run that was trained without an evaluation is evaluated over a number that is given."""
-    script = importlib.import_module(name)
+    script = MODULES[name]
     script.train(script.Args(**SHORT[name]))
-    (folder,) = Path("runs").iterdir()
-    assert run(name, f"--evaluate {folder}", monkeypatch) == 2
+    assert run(name, f"--evaluate {only_run()}", monkeypatch) == 2
     assert "eval_episodes 0" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -349,15 +364,9 @@ def test_track(folder: Path) -> None:
 
 def test_track_without_an_account(folder: Path) -> None:
     """Without a login, it says how to log in, and writes no run."""
-    command = [sys.executable, ROOT / "ppo.py", "--track", "--total-timesteps", "1024"]
     unset = {name: x for name, x in os.environ.items() if not name.startswith("WANDB")}
     environment = unset | {"HOME": str(folder), "WANDB_MODE": "online"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 2, done.stderr
-    assert "wandb login" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    assert "wandb login" in refusal("ppo", "--track", env=environment, stdin=subprocess.DEVNULL)
     assert not (folder / "runs").exists()
 
 
@@ -379,6 +388,5 @@ def test_env_kwargs() -> None:
     command = [sys.executable, ROOT / "ppo.py", "--env-id", "FrozenLake-v1", "--env-kwargs"]
     flags = "is_slippery False map_name 8x8 --total-timesteps 1024"
     subprocess.run([*command, *flags.split()], check=True, capture_output=True)
-    (run,) = Path("runs").iterdir()
-    text = next(run.glob("events*")).read_bytes()
+    text = next(only_run().glob("events*")).read_bytes()
     assert b"{'is_slippery': False, 'map_name': '8x8'}" in text

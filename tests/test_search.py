@@ -15,11 +15,10 @@ from typing import Any
 
 import optuna
 import pytest
-from conftest import NEEDS_RAY
+from conftest import NEEDS_RAY, ROOT
 
 import ppo
 
-ROOT = Path(__file__).parent.parent
 SHORT = ["--total-timesteps", "4096"]
 
 

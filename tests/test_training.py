@@ -1,12 +1,13 @@
 """What a run does, through `train`."""
 
 import contextlib
-import importlib
 import multiprocessing
 import random
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, SHORT, kept_batches, same_weights, scalars, watching
+from conftest import (
+    MODULES,
+    SCRIPTS,
+    SHORT,
+    kept_batches,
+    only_run,
+    same_weights,
+    scalars,
+    watching,
+)
 
 import ppo
 import ppo_continuous
@@ -23,12 +33,18 @@ import ppo_continuous
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_seeds(name: str, train_agent: Callable) -> None:
     """The same seed gives the same weights, bit for bit, and another seed gives others."""
-    script = importlib.import_module(name)
+    script = MODULES[name]
     first, _ = train_agent(script, seed=1, **SHORT[name])
     again, _ = train_agent(script, seed=1, **SHORT[name])
     other, _ = train_agent(script, seed=2, **SHORT[name])
     assert same_weights(first, again)
     assert not same_weights(first, other)
+    args, starts = script.Args(**SHORT[name] | {"learning_rate": 1e-30}), []
+    for seed in (1, 2):
+        with kept_batches(script) as batches:
+            script.train(replace(args, seed=seed))
+        starts.append(batches[0].obs[: args.num_envs])
+    assert not torch.equal(*starts)
 
 
 def test_async_is_sync(train_agent: Callable) -> None:
@@ -40,13 +56,22 @@ def test_async_is_sync(train_agent: Callable) -> None:
         assert same_weights(one, other)
 
 
+def test_async_has_processes() -> None:
+    """One for each environment."""
+    counts = set()
+    flags = SHORT["ppo"] | {"vectorization": "async"}
+    with watching(ppo, lambda *_: counts.add(len(multiprocessing.active_children()))):
+        ppo.train(ppo.Args(**flags))
+    assert counts == {4}
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_first_minibatch_has_ratio_one(name: str) -> None:
     """Log-probabilities after the rollout are those of the actions taken in it, and none clip.
 
     Later minibatches of an iteration move away from there.
     """
-    script, seen = importlib.import_module(name), []
+    script, seen = MODULES[name], []
 
     def keep(agent: Any, batch: Any, indices: torch.Tensor) -> None:
         logprobs, _, _ = agent.evaluate_actions(batch.obs[indices], batch.actions[indices])
@@ -56,7 +81,7 @@ def test_first_minibatch_has_ratio_one(name: str) -> None:
     with watching(script, keep):
         script.train(args)
     per_iteration = args.num_minibatches * args.update_epochs
-    assert len(seen) % per_iteration == 0
+    assert len(seen) == args.total_timesteps // (args.num_envs * args.num_steps) * per_iteration
     for i in range(0, len(seen), per_iteration):
         torch.testing.assert_close(seen[i], torch.ones_like(seen[i]), atol=1e-4, rtol=0)
         assert (seen[i + per_iteration - 1] - 1).abs().max() > 1e-4
@@ -244,7 +269,7 @@ def test_no_state_is_left_behind(script: ModuleType) -> None:
             script.train(script.Args(**flags), report)
         assert state() == before
     assert raised.value is stopped
-    with pytest.raises(script.UsageError):
+    with pytest.raises(script.UsageError, match="cannot make NoSuch"):
         script.train(script.Args(**flags | {"env_id": "NoSuch-v0"}))
     assert state() == before
     torch.set_num_threads(torch_threads)
@@ -254,10 +279,71 @@ def test_no_state_is_left_behind(script: ModuleType) -> None:
     assert lengths == [2048 // size, 1, 2048 // size]
 
 
+def test_in_another_thread() -> None:
+    """A thread that can't handle signals, as a search's may be, can train."""
+    with ThreadPoolExecutor(1) as pool:
+        score = pool.submit(ppo.train, ppo.Args(**SHORT["ppo"])).result()
+    assert score > 0
+
+
+# Those of "The 37 Implementation Details", then where the scripts have others.
+CANONICAL = {
+    "num_steps": 128,
+    "num_minibatches": 4,
+    "update_epochs": 4,
+    "learning_rate": 2.5e-4,
+    "anneal_lr": True,
+    "gamma": 0.99,
+    "gae_lambda": 0.95,
+    "recompute_advantages": False,
+    "norm_adv": True,
+    "clip_vloss": True,
+    "ent_coef": 0.01,
+    "vf_coef": 0.5,
+    "max_grad_norm": 0.5,
+    "target_kl": None,
+}
+DEFAULTS = {
+    "ppo": {"total_timesteps": 500_000, "num_envs": 4, "clip_coef": 0.2},
+    "ppo_atari": {"total_timesteps": 10_000_000, "num_envs": 8, "clip_coef": 0.1},
+    "ppo_continuous": {
+        "total_timesteps": 1_000_000,
+        "num_envs": 64,
+        "num_steps": 32,
+        "stagger": True,
+        "num_minibatches": 32,
+        "update_epochs": 10,
+        "learning_rate": 4e-4,
+        "recompute_advantages": True,
+        "norm_adv": False,
+        "clip_coef": 0.2,
+        "clip_vloss": False,
+        "ent_coef": 0.0,
+        "max_grad_norm": 5.0,
+        "target_kl": 0.02,
+        "log_std_init": -0.5,
+        "log_std_min": -2.0,
+        "squash": False,
+        "state_std": False,
+    },
+}
+# Steps of each environment between two checkpoints, which cut episodes.
+INTERVALS = {"ppo": 12_800, "ppo_continuous": 3_200, "ppo_atari": 64_000}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_defaults(name: str) -> None:
+    """The results in the READMEs are of these."""
+    args = MODULES[name].Args()
+    expected = CANONICAL | DEFAULTS[name]
+    assert {flag: x for flag, x in asdict(args).items() if flag in expected} == expected
+    assert args.checkpoint_interval * args.num_steps == INTERVALS[name]
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_report(name: str) -> None:
     """Each iteration ends with a report: how many steps there were, and the mean return."""
-    script, reports = importlib.import_module(name), []
+    script, reports = MODULES[name], []
     args = script.Args(**SHORT[name])
     score = script.train(args, lambda *numbers: reports.append(numbers))
     size = args.num_envs * args.num_steps
@@ -280,6 +366,15 @@ def test_learning_rate() -> None:
         rates[run.name.split("__")[1]] = [rate / 2.5e-4 for _, rate in logged]
     assert rates["linear"] == pytest.approx([1, 0.75, 0.5, 0.25])
     assert rates["constant"] == pytest.approx([1] * 4)
+
+
+def test_learning_rate_of_a_doubled_run() -> None:
+    """A finished run of four iterations that is to have eight goes on at half of the rate."""
+    flags = SHORT["ppo"]
+    ppo.train(ppo.Args(**flags))
+    ppo.train(ppo.Args(**flags | {"total_timesteps": 4096, "resume": str(only_run())}))
+    rates = [rate / 2.5e-4 for _, rate in scalars("charts/learning_rate")]
+    assert sorted(rates[4:]) == pytest.approx([1 / 8, 1 / 4, 3 / 8, 1 / 2])
 
 
 def test_evaluation_at_checkpoints(train_agent: Callable) -> None:
@@ -306,8 +401,8 @@ def test_no_episode_ended(limit: int, told: int, capsys: pytest.CaptureFixture) 
     error = capsys.readouterr().err
     assert error.count("no whole episode ended in 2 iterations") == told
     assert error.count("--checkpoint-interval") == told
-    (run,) = Path("runs").iterdir()  # goes on within an interval, in half of which none could end
-    flags |= {"total_timesteps": 7 * 512, "resume": str(run)}
+    # It goes on within an interval, in half of which none could end.
+    flags |= {"total_timesteps": 7 * 512, "resume": str(only_run())}
     ppo_continuous.train(ppo_continuous.Args(**flags, env_kwargs={"max_episode_steps": limit}))
     assert "no whole episode" not in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ scripts.
 import difflib
 import itertools
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ import ppo_continuous_recurrent
 import ppo_recurrent
 import pytest
 import torch
-from conftest import SHORT, VARIANTS, kept_batches, scalars, watching
+from conftest import ROOT, SHORT, VARIANTS, kept_batches, only_run, scalars, watching
 from probe_envs import Scripted
 from test_advantages import GAMMA, LAMBDA, brute_force
+from test_scripts import DIFFERENT, definitions
 
-ROOT = Path(__file__).parent.parent
 RECURRENT = [ppo_recurrent, ppo_continuous_recurrent]
 
 
@@ -54,6 +54,10 @@ def test_difference(name: str) -> None:
     lines = difflib.unified_diff(*(path.read_text().splitlines() for path in paths), n=0)
     changed = [line for line in lines if line[0] in "+-" and line[:3] not in ("---", "+++")]
     assert 0 < len(changed) <= 140
+    ours, base = definitions(f"variants/{name}"), definitions(VARIANTS[name])
+    others = {x for x in ours.keys() | base.keys() if ours.get(x) != base.get(x)}
+    by_intent = {"VISIBLE", "check", "Batch", "update", "set_up_torch", "evaluate", "train"}
+    assert others <= DIFFERENT | by_intent
 
 
 @pytest.mark.parametrize("script", RECURRENT)
@@ -254,6 +258,24 @@ def test_nothing_leaks() -> None:
     args = ppo_recurrent.Args(env_id="probe_envs:Leaking-v0", **PROBE)
     assert 0.3 < ppo_recurrent.train(args) < 0.7
     assert scalars("eval/return")[-1][1] < 0.9
+
+
+@pytest.mark.parametrize("script", RECURRENT)
+def test_an_evaluation_forgets(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its episodes, of four steps, begins with a state of zeros, and goes on from there."""
+    flags = SHORT[script.__name__] | {"env_id": "probe_envs:Remembered-v0"}
+    flags["env_kwargs"] = {"continuous": script is ppo_continuous_recurrent}
+    args = script.Args(**flags | {"eval_episodes": 3})
+    script.train(replace(args, eval_episodes=0))
+    remember, is_zero = script.Agent.remember, []
+
+    def keep(agent: Any, obs: torch.Tensor, states: torch.Tensor) -> Any:
+        is_zero.append(not states.any())
+        return remember(agent, obs, states)
+
+    monkeypatch.setattr(script.Agent, "remember", keep)
+    script.evaluate(args, only_run())
+    assert is_zero == [True, False, False, False] * 3
 
 
 @pytest.mark.parametrize(
