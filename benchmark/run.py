@@ -77,7 +77,6 @@ FOUND += " --learning-rate 1.86e-3 --gamma 0.999 --gae-lambda 0.98 --ent-coef 0.
 # Episodes of a fifth of the length: five times as many starts to learn from.
 MORE_STARTS = "--env-kwargs max_episode_steps 200"
 EXPERIMENTS = [
-    ("ppo_atari.py", "ALE/Pong-v5", [1], "--num-threads 1 --total-timesteps 1200000"),
     ("ppo_continuous.py", PENDULUMS[1], FRESH[:5], f"{compiled(PENDULUMS[1])} {MORE_STARTS}"),
     ("ppo.py", "LunarLander-v3", range(16, 26), FOUND),
     ("ppo.py", "LunarLander-v3", TEN, f"{LARGER} --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss"),
