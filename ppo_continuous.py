@@ -662,7 +662,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     global_step += args.num_envs
                     for i in np.flatnonzero(terminated | truncated):
                         final_obs[t, i] = infos["final_obs"][i]  # next_obs is of the next episodes
-                    if "episode" in infos:  # a return is nan if --stagger cut the episode
+                    if "episode" in infos:  # nan where ppo_continuous.py's --stagger cut
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))

@@ -374,7 +374,7 @@ class Agent(nn.Module):
         return rewards
 
     def finish_iteration(self, obs: Tensor) -> dict[str, float]:
-        """Hook: adapt to this process's observations (`gather` them?), return what to log."""
+        """Hook: adapt to this process's observations (`gather` has all), return what to log."""
         return {}
 
 
@@ -639,7 +639,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                     for i in np.flatnonzero(terminated | truncated):
                         next_states[i] = 0  # detail 34
                         final_obs[t, i] = infos["final_obs"][i]  # next_obs is of the next episodes
-                    if "episode" in infos:  # a return is nan if --stagger cut the episode
+                    if "episode" in infos:  # nan where ppo_continuous.py's --stagger cut
                         returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
                         for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
                             episodes.append((global_step, float(returns[i]), int(lengths[i])))
