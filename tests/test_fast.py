@@ -110,6 +110,7 @@ def test_every_gradient_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
         return lambda *args: calls.append((function, options["disable"])) or compiled(*args)
 
     monkeypatch.setattr(torch, "compile", counting)
+    torch.compiler.reset()  # what other tests compiled
     with torch._dynamo.config.patch(error_on_recompile=True):
         trained("ppo", compile=True)
     assert calls.count((script.update, False)) == 4 * 16
