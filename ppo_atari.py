@@ -543,7 +543,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 tensors = [torch.tensor(x, device=device) for x in (obs, actions, noise)]
                 b_obs, b_actions, b_noise = (x.flatten(0, 1) for x in tensors)
                 again = agent.get_action(b_obs[::17].clone(), b_noise[::17])  # of all environments
-                bad = ~again.isclose(b_actions[::17], 1e-3, 1e-3, equal_nan=True)  # ties are, too
+                bad = ~again.isclose(b_actions[::17], 1e-3, 1e-3, equal_nan=True)  # 1 may be a tie
                 assert bad.sum(0).max() < max(2, len(bad) / 20), "make_act and get_action differ"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs.clone(), b_actions)
                 again = agent.get_value(b_obs[::17].clone())  # clones, as hacks may change them

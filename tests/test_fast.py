@@ -19,22 +19,8 @@ import numpy as np
 import pytest
 import resume
 import torch
-from conftest import (
-    MODULES,
-    NEEDS_GPU,
-    ROOT,
-    SCRIPTS,
-    SHORT,
-    VARIANTS,
-    command,
-    crashed,
-    go_on,
-    only_run,
-    refusal,
-    scalars,
-    trained,
-    wait_for,
-)
+from conftest import MODULES, NEEDS_GPU, ROOT, SCRIPTS, SHORT, VARIANTS, only_run, scalars
+from helpers import command, crashed, go_on, refusal, trained, wait_for
 
 
 def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any, Any, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import NEEDS_ENVPOOL, refusal, scalars
+from conftest import NEEDS_ENVPOOL, scalars
 from gymnasium.envs.box2d.lunar_lander import heuristic
+from helpers import refusal
 
 import ppo
 import ppo_continuous

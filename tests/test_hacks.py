@@ -348,10 +348,8 @@ def test_flag_that_falls() -> None:
     annealed = "            if args.anneal_lr:  # detail 4; overwrites any other schedule\n"
     falls = "            args.ent_coef = 0.01 * (1 - iteration / num_iterations)\n"
     run(hacked("ppo", (annealed, falls + annealed)), ent_coef=0.01)
-    assert (
-        json.loads(torch.load(only_run() / "checkpoint.pt", weights_only=True)["args"])["ent_coef"]
-        == 0.01
-    )
+    saved = torch.load(only_run() / "checkpoint.pt", weights_only=True)
+    assert json.loads(saved["args"])["ent_coef"] == 0.01
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import probe_envs
 import pytest
-from conftest import MODULES, ROOT, SCRIPTS, SHORT, VARIANTS, only_run, refusal, scalars, trained
+from conftest import MODULES, ROOT, SCRIPTS, SHORT, VARIANTS, only_run, scalars
+from helpers import refusal, trained
 from report import PAGES, renewed
 from run import label
 

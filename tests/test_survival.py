@@ -17,22 +17,8 @@ import probe_envs
 import pytest
 import resume
 import torch
-from conftest import (
-    MODULES,
-    NEEDS_ENVPOOL,
-    SCRIPTS,
-    SHORT,
-    VARIANTS,
-    command,
-    crashed,
-    go_on,
-    only_run,
-    refusal,
-    scalars,
-    trained,
-    wait_for,
-    watching,
-)
+from conftest import MODULES, NEEDS_ENVPOOL, SCRIPTS, SHORT, VARIANTS, only_run, scalars, watching
+from helpers import command, crashed, go_on, refusal, trained, wait_for
 from moviepy import VideoFileClip
 from moviepy.video.io import ImageSequenceClip
 

@@ -726,7 +726,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 differences = (b_features - agent.remember(b_obs.clone(), b_states)[0]).abs()
                 assert not (differences > 0.01).any(), "get_features does otherwise than remember"
                 again = agent.get_action(b_features[::17], b_noise[::17])  # of all environments
-                bad = ~again.isclose(b_actions[::17], 1e-3, 1e-3, equal_nan=True)  # ties are, too
+                bad = ~again.isclose(b_actions[::17], 1e-3, 1e-3, equal_nan=True)  # 1 may be a tie
                 assert bad.sum(0).max() < max(2, len(bad) / 20), "make_act and get_action differ"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_features, b_actions)
                 again = agent.get_value(b_features[::17])

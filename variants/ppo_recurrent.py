@@ -228,7 +228,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gy
         else:
             mode = "async" if args.vectorization == "async" else "sync"
             envs = gym.make_vec(args.env_id, num_envs, mode, options, [wrap], **kwargs)
-        if args.mask_actions and not video_folder:  # in which a video would begin
+        if args.mask_actions and not video_folder:  # a reset begins a video
             envs.reset()  # fails here if there are no masks
     except Exception as error:
         raise UsageError(f"cannot make {args.env_id}, {kwargs}: {error!r}") from error
@@ -654,7 +654,7 @@ def train(args: Args, report: Callable[[int, float], None] | None = None) -> flo
                 differences = (b_features - agent.remember(b_obs.clone(), b_states)[0]).abs()
                 assert not (differences > 0.01).any(), "get_features does otherwise than remember"
                 again = agent.get_action(b_features[::17], b_noise[::17])  # of all environments
-                bad = ~again.isclose(b_actions[::17], 1e-3, 1e-3, equal_nan=True)  # ties are, too
+                bad = ~again.isclose(b_actions[::17], 1e-3, 1e-3, equal_nan=True)  # 1 may be a tie
                 assert bad.sum(0).max() < max(2, len(bad) / 20), "make_act and get_action differ"
                 b_logprobs, _, b_values = agent.evaluate_actions(b_features, b_actions)
                 again = agent.get_value(b_features[::17])
