@@ -8,7 +8,6 @@ had one. The final weights, optimizer states, and all logged scalars but the clo
 bit for bit; one that is not ends the script with status 1. Rows go to benchmark/results/resume.csv.
 """
 
-import json
 import math
 import random
 import subprocess
@@ -38,10 +37,15 @@ CASES = [
         "--env-id BipedalWalker-v3 --total-timesteps 40960 --checkpoint-interval 16",
     ),
     ("ppo_atari.py", "--env-id ALE/Pong-v5 --total-timesteps 12288 --num-threads 1"),
+    (
+        "variants/ppo_recurrent.py",
+        "--env-id CartPole-v1 --total-timesteps 60000 --checkpoint-interval 20",
+    ),
 ]
 SHORT = {
     "ppo.py": "",
     "ppo_continuous.py": "--num-envs 4 --num-steps 128 --num-minibatches 8",
+    "variants/ppo_recurrent.py": "",
     "ppo_atari.py": "--num-steps 64 --checkpoint-interval 2 --eval-episodes 1",
 }
 
@@ -57,12 +61,12 @@ class Args:
 
 
 def content(folder: Path) -> tuple[dict[str, Any], dict[str, list[tuple[int, float]]]]:
-    """A run's last checkpoint, its arguments a dictionary, and its scalars without the clock's."""
+    """A run's last checkpoint, and its scalars without the clock's."""
     events = events_of(folder)
     tags = set(events.Tags()["scalars"]) - {"charts/SPS"}
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-    return saved | {"args": json.loads(saved["args"])}, scalars
+    return saved, scalars
 
 
 def differences(a: Any, b: Any, name: str = "") -> list[str]:
@@ -100,8 +104,7 @@ def disturbed_run(
             checkpoint, step = next(folder.glob("runs/*/checkpoint.pt"), None), 0
             if checkpoint:
                 saved, scalars = content(checkpoint.parent)
-                args = saved["args"]
-                step = saved["iteration"] * args["num_envs"] * args["num_steps"]
+                step = saved["global_step"]
             made.append(f"after {seconds:.2f} s, checkpoint of step {step}")
             print(f"  killed {made[-1]}", flush=True)
             if step and "eval/return" in scalars:  # it was killed when all was done

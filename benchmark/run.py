@@ -145,6 +145,15 @@ RECIPES = [
     ("recipes/log_info.diff", "HalfCheetah-v5", THREE, BRIEF),
     ("recipes/dict_obs.diff", "probe_envs:Signs-v0", FIVE, "--total-timesteps 20000"),
 ]
+# What a new version of the scripts is compared on, with the rows of the one before.
+CHECK = [
+    ("ppo.py", "CartPole-v1", FIVE, ""),
+    *(
+        ("ppo_continuous.py", task, FRESH[:5], "--compile --eval-checkpoints")
+        for task in ("HalfCheetah-v5", "Hopper-v5", "Ant-v5")
+    ),
+    ("ppo_atari.py", "ALE/Pong-v5", [1], "--bf16 --total-timesteps 500000"),
+]
 RUNS = {
     "main": MAIN,
     "ablation": ABLATION,
@@ -153,6 +162,7 @@ RUNS = {
     "memory": MEMORY,
     "sources": SOURCES,
     "recipes": RECIPES,
+    "check": CHECK,
 }
 LOCK = Lock()
 
@@ -165,6 +175,7 @@ class Args:
     flags: str | None = None  # runs with exactly these flags; any if left out
     table: Literal[tuple(RUNS)] | None = None  # runs of one table only
     jobs: int = 1  # runs at once
+    into: str = "runs.csv"  # file of the results; curves go to the one with "curves" in its name
 
 
 def label(script: str, flags: str) -> str:
@@ -209,19 +220,21 @@ def curve(returns: list[ScalarEvent], steps: int) -> Iterator[dict[str, float]]:
             yield {"step": round((i + 1) * part), "return": mean, "episodes": len(values)}
 
 
-def train(script: str, env_id: str, seed: int, flags: str) -> None:
-    """Run a script or a recipe in a folder of its own, or go on there, and record the result."""
+def train(script: str, env_id: str, seed: int, flags: str, into: str) -> None:
+    """Run a script or a recipe in a folder of its own, or go on there; record it in `into`."""
     recipe = ROOT / script if script.endswith(".diff") else None
     changed = recipe.read_text().split("\n--- ")[1].split()[0] if recipe else script
     arguments = f"--env-id {env_id} --seed {seed} {flags}".strip()
-    command = f"patch -p0 < {script} && " * bool(recipe) + f"python {changed} {arguments}"
+    patched = f"my_{changed}" if recipe else changed
+    command = f"patch -o {patched} {changed} {script} && " * bool(recipe)
+    command += f"python {patched} {arguments}"
     version = f"{command} {provenance()['commit']}"  # no run goes on with another version
     folder = ROOT / "runs/benchmark" / hashlib.sha1(version.encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, str(ROOT / changed), *arguments.split()]
     if recipe:
-        words[1] = shutil.copy(ROOT / changed, folder)
-        subprocess.run(["patch", "-s", "-p0", "-i", str(recipe)], cwd=folder, check=True)
+        words[1] = str(folder / patched)
+        subprocess.run(["patch", "-s", "-o", words[1], ROOT / changed, recipe], check=True)
     started = [x.parent for x in folder.glob("runs/*/checkpoint.pt")]
     if started:
         words += ["--resume", str(started[0].relative_to(folder))]
@@ -233,13 +246,12 @@ def train(script: str, env_id: str, seed: int, flags: str) -> None:
         raise RuntimeError(f"{command} failed:\n{done.stderr}")
     print(done.stdout.strip(), flush=True)
     score, episodes, run = re.search(
-        r"return (\S+) over the last (\d+) episodes; .*; (\S+)", done.stdout
+        r"return (\S+) over the last (\d+) episodes; (\S+)", done.stdout
     ).groups()
     events = events_of(folder / run)
     speed, returns = (events.Scalars(f"charts/{x}") for x in ("SPS", "episodic_return"))
-    greedy, spread = (
-        [round(x.value, 1) for x in events.Scalars(f"eval/{y}")] for y in ("return", "return_std")
-    )
+    greedy = [round(x.value, 1) for x in events.Scalars("eval/return")]
+    spread = re.findall(r"^evaluated at \S+ ± (\S+)", done.stdout, re.MULTILINE)
     times = sorted(x.wall_time for x in (*speed, *events.Scalars("eval/return")))
     gaps = np.diff([events.FirstEventTimestamp(), *times])
     key = {"script": script, "env_id": env_id, "flags": flags, "seed": seed}
@@ -250,15 +262,16 @@ def train(script: str, env_id: str, seed: int, flags: str) -> None:
     settings = "".join(f"PYTHONPATH={path} " for path in paths)
     row["command"] = command.replace("python ", f"{settings}python ", 1)
     with LOCK:
-        append("runs.csv", [key | row | provenance()])
-        append("curves.csv", [key | point for point in curve(returns, speed[-1].step)])
+        append(into, [key | row | provenance()])
+        curves = into.replace("runs", "curves")
+        append(curves, [key | point for point in curve(returns, speed[-1].step)])
     shutil.rmtree(folder)
 
 
 def main(args: Args) -> None:
     """Train what is missing, and print mean and spread of each environment."""
     keys = ("script", "env_id", "flags", "seed")
-    recorded = {tuple(row[key] for key in keys) for row in read("runs.csv")}
+    recorded = {tuple(row[key] for key in keys) for row in read(args.into)}
     runs = [run for name in ([args.table] if args.table else RUNS) for run in RUNS[name]]
     jobs = [
         (script, env_id, seed, flags)
@@ -270,10 +283,10 @@ def main(args: Args) -> None:
         and (script, env_id, flags, str(seed)) not in recorded
     ]
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda job: train(*job), dict.fromkeys(jobs)))
+        list(pool.map(lambda job: train(*job, args.into), dict.fromkeys(jobs)))
     for script, env_id, _, flags in runs:
         key = {"script": script, "env_id": env_id, "flags": flags}
-        rows = [row for row in read("runs.csv") if key.items() <= row.items()]
+        rows = [row for row in read(args.into) if key.items() <= row.items()]
         scores = [float(row["score"]) for row in rows]
         if scores:
             spread = np.std(scores, ddof=1) if len(scores) > 1 else 0.0
