@@ -10,7 +10,8 @@
     python ppo_continuous.py --resume runs/NAME         # go on, extend or change the run
     python ppo_continuous.py --evaluate runs/NAME --capture-video
 
-"Detail n": see "The 37 Implementation Details of Proximal Policy Optimization", Huang et al. 2022.
+"Detail n": see "The 37 Implementation Details of Proximal Policy Optimization", Huang et al. 2022,
+its lists counted through: 1-13 core, 14-22 Atari, 23-31 continuous actions, 32-36 LSTM.
 """
 
 import json
@@ -71,7 +72,7 @@ class Args:
     num_steps: int = 32  # steps of each environment in a rollout
     num_minibatches: int = 32  # minibatches that a rollout is split into
     update_epochs: int = 10  # passes over a rollout
-    learning_rate: float = 4e-4  # Adam's step size
+    learning_rate: float = 4e-4  # Adam's step size; its epsilon is 1e-5 (detail 3)
     anneal_lr: bool = True  # let the learning rate fall to 0 linearly
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
@@ -109,8 +110,8 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     """
 
     def wrap(env: gym.Env) -> gym.Env:
-        # Add wrappers here (vector_entry_point has none). Checkpoints, evaluations make them anew:
-        # what should last belongs in Agent, as a buffer. Rewards they change are those reported.
+        # Add wrappers here (vector_entry_point has none). Each checkpoint and evaluation makes new
+        # ones: keep lasting state in Agent, as a buffer. Reported returns sum the wrapped rewards.
         if videos:  # at most 3000 frames of each episode, as they are kept in memory
             env = RecordVideo(env, str(videos), lambda i: i < args.eval_episodes, video_length=3000)
         return FlattenObservation(env)  # a copy, as some environments overwrite what they return
@@ -145,7 +146,7 @@ def layer_init(layer: nn.Linear, std: float = 2**0.5) -> nn.Linear:
 
 
 def in_numpy(layer: nn.Module) -> Callable:
-    """The layer or network for arrays, until its weights change: for few rows a speed-up."""
+    """The layer as a NumPy function, faster for few rows; make it anew after each update."""
     kind = None if layer._forward_hooks or layer._forward_pre_hooks else type(layer)
     if kind is nn.Sequential:
         functions = [in_numpy(x) for x in layer]
@@ -218,7 +219,7 @@ class Agent(nn.Module):
         return rng.standard_normal((*shape, len(self.log_std)), np.float32)
 
     def make_act(self) -> Callable:
-        """The policy until its next update: observations and noise, 0 for its mode, to actions."""
+        """The policy, until its next update, as act(obs, noise) -> actions; noise 0: the mode."""
         # A change of the distribution belongs in evaluate_actions, too.
         actor, std = in_numpy(self.actor), self.log_std.exp().numpy(force=True)
         return lambda obs, noise: actor(obs) + std * noise
@@ -231,9 +232,9 @@ class Agent(nn.Module):
         """Log-probabilities, entropies and values, each (B,)."""
         deviations = (actions - self.actor(obs)) / self.log_std.exp()
         log_scale = (self.log_std + 0.9189385332).sum()  # with log(2 pi) / 2
-        logprob = -0.5 * deviations.square().sum(-1) - log_scale
-        entropy = (log_scale + 0.5 * len(self.log_std)).expand_as(logprob)
-        return logprob, entropy, self.get_value(obs)
+        logprobs = -0.5 * deviations.square().sum(-1) - log_scale
+        entropy = (log_scale + 0.5 * len(self.log_std)).expand_as(logprobs)
+        return logprobs, entropy, self.get_value(obs)
 
 
 def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, args: Args) -> dict:
@@ -248,7 +249,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # Policy loss (detail 8)
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # compiled, clamp would keep its first number
+    clip = args.clip_coef * torch.ones_like(ratio)  # torch.compile freezes numbers in clamp
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -341,7 +342,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
     return mean
 
 
-STOP = []  # has what handled the signals that came
+STOP = []  # train stops once it isn't empty; holds the replaced signal handlers
 
 
 def stop(number: int, frame: object) -> None:
@@ -350,7 +351,7 @@ def stop(number: int, frame: object) -> None:
 
 
 def train(args: Args, report: Callable | None = None) -> float:
-    """Train an agent in a new folder in `runs`, or resume the run in `args.resume` with these.
+    """Train an agent in a new folder in `runs`, or resume the one in `args.resume`, with args.
 
     Returns the mean raw return of the last 100 episodes, nan if none ended. After each iteration
     `report(global_step, mean_return)` is called; if it returns True, the run is saved and ends.
@@ -362,10 +363,11 @@ def train(args: Args, report: Callable | None = None) -> float:
     seed_everything(args.seed)
     envs = make_envs(args, args.num_envs)  # for their spaces; the loop makes them anew
     agent = Agent(envs, args.log_std_init).to(device)
-    learning_rate = torch.tensor(args.learning_rate, device=device)  # a float would recompile
+    learning_rate = torch.tensor(args.learning_rate, device=device)  # no float: it would recompile
     optimizer = optim.Adam(agent.parameters(), learning_rate, eps=1e-5, fused=not args.compile)
     torch._dynamo.config.trace_autograd_ops = args.compile  # autograd.grad within one graph
-    torch.compiler.reset()  # what an earlier call of train compiled
+    torch._logging.set_logs(dynamo=40)  # errors, not what it says of the optimizer's profiling
+    torch.compiler.reset()  # forget what an earlier call of train compiled
     compiled_update = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -379,6 +381,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     if num_iterations < 1:
         raise UsageError(f"{args.total_timesteps=}: no {batch_size} are left after {first_step}")
     target_kl = args.target_kl or np.inf
+    # The time limit of an episode, 1 if there is none
     limit = envs.spec.kwargs.get("max_episode_steps", envs.spec.max_episode_steps) or 1
     if args.checkpoint_interval * args.num_steps < limit:
         print(f"resets at checkpoints cut episodes of {limit} steps: raise --checkpoint-interval")
@@ -403,8 +406,8 @@ def train(args: Args, report: Callable | None = None) -> float:
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
     try:
         for iteration in range(num_iterations):
-            # Environments can't be saved. For a run resumed from a scheduled checkpoint to equal
-            # one that never stopped, all make them anew there, and seed generators by the step.
+            # Environments can't be saved: after each scheduled checkpoint every run makes new ones,
+            # seeded by the step. So a run resumed there equals one that never stopped.
             if iteration % args.checkpoint_interval == 0:
                 envs.close()
                 rng = np.random.default_rng([args.seed, global_step])
@@ -412,16 +415,16 @@ def train(args: Args, report: Callable | None = None) -> float:
                 seed_everything(env_seed)
                 envs = make_envs(args, args.num_envs)
                 new_obs, _ = envs.reset(seed=env_seed)
-                discounted_returns = np.zeros(args.num_envs, np.float32)
+                discounted_returns = 0.0
                 elapsed_steps = rng.integers(limit, size=args.num_envs) * args.stagger
-                is_cut = elapsed_steps > 0  # whether the episode is one cut short
+                is_cut = elapsed_steps > 0  # whether the episode is one that `stagger` cuts
                 if is_cut.any():  # begin with a random part of the time limit used up
-                    envs.unwrapped.set_attr("_elapsed_steps", elapsed_steps.tolist())
+                    envs.unwrapped.set_attr("_elapsed_steps", list(elapsed_steps))
             if args.anneal_lr:  # detail 4; a second group of parameters keeps its rate
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
-            # Rollout. The policy doesn't change, so all noise is drawn before.
+            # Rollout. The policy is fixed: noise is drawn before, log-probs and values come after.
             act, noise = agent.make_act(), agent.sample_noise(rng, *shape)
             for t in range(args.num_steps):
                 obs[t] = new_obs
@@ -429,7 +432,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 new_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t])
                 next_obs[t] = new_obs
                 global_step += args.num_envs
-                for i in np.flatnonzero(infos.get("_episode", [])):
+                for i in np.flatnonzero(infos.get("_episode", [])):  # whose episode ended
                     next_obs[t, i] = infos["final_obs"][i]  # new_obs is of the next episode
                     total, length = (float(infos["episode"][key][i]) for key in "rl")
                     charts = {"charts/episodic_return": total, "charts/episodic_length": length}
@@ -440,17 +443,17 @@ def train(args: Args, report: Callable | None = None) -> float:
             dones = terminations | truncations
             b_obs = torch.tensor(obs, device=device).flatten(0, 1)
             b_actions = torch.tensor(actions, device=device).flatten(0, 1)
-            is_last = truncations.copy()  # where the next observation isn't the next row of obs
+            is_last = truncations.copy()  # where next_values need next_obs; terminations need none
             is_last[-1] = True
             with torch.no_grad():
                 b_logprobs, _, b_values = agent.evaluate_actions(b_obs, b_actions)
 
-            # Divide rewards by the standard deviation of the discounted return (details 30, 31)
-            returns = np.zeros_like(rewards)
+            # Divide rewards by the deviation of the discounted sum of past ones (details 30, 31)
+            past_returns = np.zeros_like(rewards)
             for t in range(args.num_steps):
-                returns[t] = discounted_returns = args.gamma * discounted_returns + rewards[t]
+                past_returns[t] = discounted_returns = args.gamma * discounted_returns + rewards[t]
                 discounted_returns *= ~dones[t]
-            agent.return_rms.update(torch.tensor(returns, device=device).flatten())
+            agent.return_rms.update(torch.tensor(past_returns, device=device).flatten())
             scaled_rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
 
             metrics = defaultdict(list)
@@ -460,10 +463,10 @@ def train(args: Args, report: Callable | None = None) -> float:
                 if epoch == 0 or args.recompute_advantages:
                     with torch.no_grad():
                         b_values = agent.get_value(b_obs) if epoch > 0 else b_values
-                        b_last = agent.get_value(torch.tensor(next_obs[is_last], device=device))
+                        end_values = agent.get_value(torch.tensor(next_obs[is_last], device=device))
                     values = b_values.view(shape).cpu().numpy()
-                    next_values = np.roll(values, -1, 0)
-                    next_values[is_last] = b_last.cpu().numpy()
+                    next_values = np.roll(values, -1, 0)  # row t + 1; the last row's come below
+                    next_values[is_last] = end_values.cpu().numpy()
                     deltas = scaled_rewards + args.gamma * next_values * ~terminations - values
                     discounts = args.gamma * args.gae_lambda * ~dones
                     advantages, advantage = np.zeros_like(deltas), 0.0
@@ -490,12 +493,9 @@ def train(args: Args, report: Callable | None = None) -> float:
             scalars = {name: torch.stack(x).mean().item() for name, x in metrics.items()}
             if bad := [name for name, x in scalars.items() if not np.isfinite(x)]:
                 raise UsageError(f"infinite or nan at step {global_step}: {bad}")
-            for name, x in (
-                ("values", b_values),
-                ("returns", b_returns),
-                ("advantages", b_advantages),
-            ):
-                scalars[f"debug/{name}"] = x.mean().item()
+            debug = {"values": b_values, "returns": b_returns, "advantages": b_advantages}
+            scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
+            # Advantages are what returns have beyond the values: the unexplained part
             scalars["losses/explained_variance"] = 1 - (b_advantages.var() / b_returns.var()).item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
             scalars["charts/policy_std"] = agent.log_std.exp().mean().item()
