@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Literal
 
@@ -144,7 +144,7 @@ def in_numpy(layer: nn.Module) -> Callable:
     if kind is nn.Sequential:
         functions = [in_numpy(x) for x in layer]
         return lambda x: reduce(lambda output, function: function(output), functions, x)
-    if kind is nn.Linear:
+    if kind is nn.Linear and layer.bias is not None:
         weight, bias = (x.numpy(force=True) for x in (layer.weight.T, layer.bias))
         return lambda x: x @ weight + bias
     if kind is nn.Tanh:
@@ -225,7 +225,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()  # detail 10
     # Not backward() and clip_grad_norm_(): torch.compile can't have those in one graph.
-    parameters = [x for group in optimizer.param_groups for x in group["params"]]
+    parameters = [x for group in optimizer.param_groups for x in group["params"] if x.requires_grad]
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     grad_norm = sum(x.square().sum() for x in gradients).sqrt()
     scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)  # detail 11
@@ -321,12 +321,14 @@ def train(args: Args, report: Callable | None = None) -> float:
     """
     # Set-up
     check(args)
-    config, batch_size = asdict(args), args.num_envs * args.num_steps
-    device = set_up_torch(args)
+    config = json.loads(json.dumps(asdict(args)))  # plain numbers, which can be loaded safely
+    device, batch_size = set_up_torch(args), args.num_envs * args.num_steps
+    tensor = partial(torch.tensor, device=device)
     seed_everything(args.seed)
     envs = make_envs(args, args.num_envs)  # for their spaces; the loop makes them anew
     agent = Agent(envs).to(device)
-    learning_rate = torch.tensor(args.learning_rate, device=device)  # no float: it would recompile
+    envs.close()
+    learning_rate = tensor(args.learning_rate)  # no float: it would recompile
     optimizer = optim.Adam(agent.parameters(), learning_rate, eps=1e-5, fused=not args.compile)
     torch._dynamo.config.trace_autograd_ops = args.compile  # autograd.grad within one graph
     torch._logging.set_logs(dynamo=40)  # errors, not what it says of the optimizer's profiling
@@ -344,7 +346,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     if num_iterations < 1:
         raise UsageError(f"{args.total_timesteps=}: no {batch_size} are left after {first_step}")
     # The time limit of an episode, 1 if there is none
-    limit = envs.spec.kwargs.get("max_episode_steps", envs.spec.max_episode_steps) or 1
+    limit = max(1, envs.spec.kwargs.get("max_episode_steps", envs.spec.max_episode_steps) or 1)
     if args.checkpoint_interval * args.num_steps < limit:
         print(f"resets at checkpoints cut episodes of {limit} steps: raise --checkpoint-interval")
 
@@ -371,7 +373,6 @@ def train(args: Args, report: Callable | None = None) -> float:
             # Environments can't be saved: after each scheduled checkpoint every run makes new ones,
             # seeded by the step. So a run resumed there equals one that never stopped.
             if iteration % args.checkpoint_interval == 0:
-                envs.close()
                 rng = np.random.default_rng([args.seed, global_step])
                 env_seed = int(rng.integers(2**30))
                 seed_everything(env_seed)
@@ -396,8 +397,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                     charts = {"charts/episodic_return": total, "charts/episodic_length": length}
                     log(writer, charts, global_step)
             dones = terminations | truncations
-            b_obs = torch.tensor(obs, device=device).flatten(0, 1)
-            b_actions = torch.tensor(actions, device=device).flatten(0, 1)
+            b_obs, b_actions = tensor(obs).flatten(0, 1), tensor(actions).flatten(0, 1)
             is_last = truncations.copy()  # where next_values need next_obs; terminations need none
             is_last[-1] = True
             with torch.no_grad():
@@ -410,7 +410,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 if epoch == 0 or args.recompute_advantages:
                     with torch.no_grad():
                         b_values = agent.get_value(b_obs) if epoch > 0 else b_values
-                        end_values = agent.get_value(torch.tensor(next_obs[is_last], device=device))
+                        end_values = agent.get_value(tensor(next_obs[is_last]))
                     values = b_values.view(shape).cpu().numpy()
                     next_values = np.roll(values, -1, 0)  # row t + 1; the last row's come below
                     next_values[is_last] = end_values.cpu().numpy()
@@ -419,12 +419,12 @@ def train(args: Args, report: Callable | None = None) -> float:
                     advantages, advantage = np.zeros_like(deltas), 0.0
                     for t in reversed(range(args.num_steps)):
                         advantages[t] = advantage = deltas[t] + discounts[t] * advantage
-                    b_advantages = torch.tensor(advantages, device=device).flatten()
+                    b_advantages = tensor(advantages).flatten()
                     b_returns = b_advantages + b_values
                     batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values
 
                 # Update
-                b_indices = torch.tensor(rng.permutation(batch_size), device=device)  # detail 6
+                b_indices = tensor(rng.permutation(batch_size))  # detail 6
                 for indices in b_indices.chunk(args.num_minibatches):
                     for name, x in compiled_update(agent, optimizer, batch, indices, args).items():
                         metrics[name].append(x.clone())  # the next CUDA graph would overwrite it

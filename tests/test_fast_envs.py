@@ -1,6 +1,7 @@
-"""Environments of EnvPool and gymnasium's CartPole on arrays, against gymnasium's single ones."""
+"""variants/fast_envs.py against gymnasium's single environments, and vector ones of others."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,266 +9,281 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import NEEDS_ENVPOOL, scalars
+import torch
+from conftest import ROOT
 from gymnasium.envs.box2d.lunar_lander import heuristic
-from helpers import refusal
+from gymnasium.vector import AutoresetMode
+from helpers import crashed, go_on, only_run, refusal, scalars, trained
 
 import ppo
 import ppo_continuous
+from variants import fast_envs
 
-SOURCES = ["native", pytest.param("envpool", marks=NEEDS_ENVPOOL)]
-
-
-def fast_envs(envs: Any) -> Any:
-    """The `FastEnvs` below the wrappers."""
-    while not isinstance(envs, (ppo.FastEnvs, ppo_continuous.FastEnvs)):
-        envs = envs.env
-    return envs
+VECTOR = "vector_entry_point"
+NEEDS_ENVPOOL = pytest.mark.skipif(not find_spec("envpool"), reason="needs pip install envpool")
+SOURCES = ["Arrays", pytest.param("EnvPool", marks=NEEDS_ENVPOOL)]
+BOX2D = [x for x in fast_envs.IDS.split() if "Lunar" in x or "Walker-" in x or "Hardcore" in x]
+OTHERS = [x for x in fast_envs.IDS.split() if x not in BOX2D and "CartPole" not in x]
 
 
-@pytest.mark.parametrize("limit", [None, 10])
+def make(name: str, num_envs: int, **kwargs: Any) -> gym.vector.VectorEnv:
+    """The vector environment of this name."""
+    return gym.make_vec(f"variants.fast_envs:{name}", num_envs, VECTOR, **kwargs)
+
+
+class Clock(gym.vector.VectorEnv):
+    """Somebody's: observes the time, which ends an episode at 5. It can't be staggered."""
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
+    single_observation_space = gym.spaces.Box(0, 5, (1,))
+    single_action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+
+    def reset(self, **kwargs: Any) -> tuple:
+        self.time = np.arange(self.num_envs, dtype=np.float32)  # the first episodes are shorter
+        return self.time[:, None], {}
+
+    def step(self, actions: np.ndarray) -> tuple:
+        last, ends = self.time + 1, self.time == 4
+        self.time = last * ~ends
+        infos = {"final_obs": last[:, None]} if ends.any() else {}
+        return self.time[:, None], np.ones(self.num_envs), ends, np.zeros_like(ends), infos
+
+
+gym.register("Clock-v0", vector_entry_point=Clock)
+
+
+@pytest.mark.parametrize("limit", [500, 10])
 @pytest.mark.parametrize("source", SOURCES)
-def test_like_single_environments(source: str, limit: int | None) -> None:
+def test_like_single_cartpoles(source: str, limit: int) -> None:
     """Each step is that of gymnasium's CartPole in the same state, and so are the ends.
 
     Poles that always are pushed one way fall in the 8th to 11th step: with a limit of 10 steps,
-    some fall before it, some at it, some are cut. The reset follows within the step.
+    some fall before it, some at it, some are cut. The reset follows within the step, and nothing
+    that was returned changes later.
     """
-    envs = ppo.make_envs(ppo.Args(vectorization=source), 32)
-    if limit:
-        fast_envs(envs).limit = limit
+    kwargs = f'{{"max_episode_steps": {limit}}}'
+    args = ppo.Args(f"variants.fast_envs:{source}/CartPole-v1", kwargs, vectorization=VECTOR)
+    envs = ppo.make_envs(args, 32)
     single = gym.make("CartPole-v1").unwrapped
     obs, _ = envs.reset(seed=1)
-    lengths, kinds, ended = np.zeros(32, int), set(), 0
+    kept, lengths, kinds, ended = [], np.zeros(32, int), set(), 0
     rng = np.random.default_rng(0)
-    for t in range(1200):
-        actions = np.ones(32, int) if limit else rng.integers(2, size=32)
+    for _ in range(60 if limit == 10 else 600):
+        actions = np.ones(32, int) if limit == 10 else rng.integers(2, size=32)
         after, rewards, terminated, truncated, infos = envs.step(actions)
+        kept += [(x, x.copy()) for x in (after, infos.get("final_obs", after))]
         lengths += 1
         assert after.dtype == np.float32
         for i in range(32):
             single.reset()
             single.state, single.steps_beyond_terminated = obs[i].astype(float), None
             expected, reward, failed, _, _ = single.step(int(actions[i]))
-            cut = lengths[i] == (limit or 500)
             near = np.abs(np.abs(expected[[0, 2]]) - [2.4, 12 * np.pi / 180]).min() < 1e-5
             assert near or terminated[i] == failed
-            assert truncated[i] == cut
+            assert truncated[i] == (lengths[i] == limit)
             assert rewards[i] == reward
             kinds.add((bool(terminated[i]), bool(truncated[i])))
             if terminated[i] or truncated[i]:
                 assert infos["final_obs"][i] == pytest.approx(expected, abs=1e-5)
                 assert np.abs(after[i]).max() <= 0.05
-                assert infos["_episode"][i]
                 assert infos["episode"]["r"][i] == infos["episode"]["l"][i] == lengths[i]
                 lengths[i], ended = 0, ended + 1
             else:
                 assert after[i] == pytest.approx(expected, abs=1e-5)
                 assert "_episode" not in infos or not infos["_episode"][i]
         obs = after
-        if t > 60 and limit:
-            break
-    at_the_limit = {(True, True), (False, True)} if limit else set()
-    assert kinds == {(False, False), (True, False)} | at_the_limit
+    at_limit = {(True, True), (False, True)} if limit == 10 else set()
+    assert kinds == {(False, False), (True, False)} | at_limit
     assert ended > 100
-    envs.close()
+    assert all(np.array_equal(x, copy) for x, copy in kept)
 
 
-@pytest.mark.parametrize("limit", [500, -1])
-def test_native_limit(limit: int) -> None:
-    """A pole that is balanced by a rule stands until the limit of steps; -1 is none."""
-    env_kwargs = {"max_episode_steps": -1} if limit == -1 else {}
-    envs = ppo.make_envs(ppo.Args(vectorization="native", env_kwargs=env_kwargs), 4)
+@pytest.mark.parametrize("limit", [{}, {"max_episode_steps": -1}])
+@pytest.mark.parametrize("source", SOURCES)
+def test_limit_and_stagger(source: str, limit: dict) -> None:
+    """Poles that a rule balances stand until the limit of 500 steps, of which first episodes begin
+    with some used up; -1 is none.
+    """
+    envs = make(f"{source}/CartPole-v1", 3, **limit)
     obs, _ = envs.reset(seed=1)
-    for t in range(1, 601):
-        obs, _, terminated, truncated, infos = envs.step((obs[:, 2] + obs[:, 3] > 0).astype(int))
+    envs.unwrapped.set_attr("_elapsed_steps", [0, 3, 499])
+    ends = [[], [], []]
+    for t in range(1, 502):
+        actions = (obs @ [0.1, 0.3, 1, 1] > 0).astype(int)
+        obs, _, terminated, truncated, _ = envs.step(actions)
         assert not terminated.any()
-        at_limit = limit == 500 and t % 500 == 0
-        assert truncated.tolist() == [at_limit] * 4
-        if at_limit:
-            assert infos["episode"]["l"].tolist() == [500] * 4
-    envs.close()
+        for i in np.flatnonzero(truncated):
+            ends[i].append(t)
+    assert ends == ([[], [], []] if limit else [[500], [497], [1, 501]])
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_seeds(source: str) -> None:
     """The same seed gives the same run, bit for bit, another one another; no two copies agree."""
+    envs = make(f"{source}/CartPole-v1", 8)
 
-    def observed(seed: int) -> np.ndarray:
-        env_seed = ppo.seed_everything(seed)
-        envs = ppo.make_envs(ppo.Args(vectorization=source), 8)
-        steps = [envs.reset(seed=env_seed)[0]]
-        for t in range(100):
-            steps.append(envs.step(np.full(8, t % 2))[0].copy())
-        envs.close()
-        return np.array(steps)
+    def observed(envs: Any, seed: int | None) -> np.ndarray:
+        first, _ = envs.reset(seed=seed)
+        return np.array([first, *(envs.step(np.full(8, t % 2))[0] for t in range(100))])
 
-    first = observed(1)
-    assert np.array_equal(first, observed(1))
-    others = np.concatenate([first[0], observed(2)[0]])
-    assert len(np.unique(others[:, 0])) == 16
+    first = observed(envs, 1)
+    others = [observed(envs, seed)[0] for seed in (2, None)]
+    assert len(np.unique(np.concatenate([first[0], *others])[:, 0])) == 24
+    assert np.array_equal(first, observed(envs, 1))
+    assert np.array_equal(first, observed(make(f"{source}/CartPole-v1", 8), 1))
+    envs.close()
+    assert np.array_equal(first, observed(envs, 1))
+
+
+def set_state(env: Any, obs: np.ndarray) -> None:
+    """Bring gymnasium's environment to the state after a reset that gave this observation.
+
+    MuJoCo's begin with the positions, mostly without the first one or two, which don't matter, and
+    the velocities, or have sines and cosines in place of angles.
+    """
+    name = type(env).__name__
+    if not hasattr(env, "model"):
+        if name == "AcrobotEnv":
+            obs = [*np.arctan2(obs[[1, 3]], obs[[0, 2]]), *obs[4:]]
+        env.state = [np.arctan2(obs[1], obs[0]), obs[2]] if name == "PendulumEnv" else np.array(obs)
+        return
+    model = env.model
+    hidden = {"Ant": 2, "Hum": 2, "Swi": 2, "Hal": 1, "Hop": 1, "Wal": 1}.get(name[:3], 0)
+    if name == "InvertedDoublePendulumEnv":
+        obs = np.array([obs[0], *np.arctan2(obs[1:3], obs[3:5]), *obs[5:]])
+    elif name == "ReacherEnv":
+        obs = np.array([*np.arctan2(obs[2:4], obs[:2]), *obs[4:8], 0, 0])
+    elif name == "PusherEnv":
+        bodies = model.body_pos[[model.body(x).id for x in ("object", "goal")], 1::-1]
+        places = obs[[18, 17, 21, 20]] - bodies.flatten()
+        obs = np.concatenate([obs[:7], places, obs[7:14], np.zeros(4)])
+    size = model.nq - hidden
+    env.set_state(np.concatenate([np.zeros(hidden), obs[:size]]), obs[size : size + model.nv])
+
+
+@pytest.mark.slow
+@NEEDS_ENVPOOL
+@pytest.mark.parametrize("env_id", OTHERS)
+def test_from_the_same_state(env_id: str) -> None:
+    """From the same state, 10 steps observe, pay and end as gymnasium's, and the limit cuts."""
+    envs = make(f"EnvPool/{env_id}", 1, max_episode_steps=10)
+    single = gym.make(env_id, max_episode_steps=10)
+    space, steps = single.action_space, 0
+    near = 0.05 if "Standup" in env_id else 0.01  # it lies on the floor: forces vary most
+    assert envs.single_action_space == space
+    space.seed(0)
+    obs, _ = envs.reset(seed=1)
+    for _ in range(10):
+        single.reset()
+        set_state(single.unwrapped, obs[0].astype(float))
+        ended = False
+        while not ended:
+            action = space.sample()
+            obs, reward, terminated, truncated, infos = envs.step(np.array([action]))
+            expected = single.step(action)
+            ended = terminated[0] or truncated[0]
+            after = infos["final_obs"] if ended else obs
+            assert after[0] == pytest.approx(expected[0], rel=near, abs=near)
+            assert reward[0] == pytest.approx(expected[1], rel=1e-2, abs=1e-2)
+            assert (terminated[0], truncated[0]) == expected[2:4]
+            steps += 1
+    assert steps > 50
+
+
+@pytest.mark.slow
+@NEEDS_ENVPOOL
+@pytest.mark.parametrize("env_id", BOX2D)
+def test_box2d_on_average(env_id: str) -> None:
+    """In 300 steps, of gymnasium's pilot or at random, 60 earn and end as often as gymnasium's.
+
+    States can't be set there, so means are compared: they differ by less than 4 standard errors.
+    """
+    found = []
+    pilot = SimpleNamespace(unwrapped=SimpleNamespace(continuous="Continuous" in env_id))
+    for mode, kwargs in (VECTOR, {}), ("sync", {"vector_kwargs": {"autoreset_mode": "SameStep"}}):
+        envs = gym.make_vec(f"variants.fast_envs:EnvPool/{env_id}", 60, mode, **kwargs)
+        envs.action_space.seed(0)
+        obs, _ = envs.reset(seed=1)
+        totals = np.zeros((2, 60))
+        for _ in range(300):
+            actions = envs.action_space.sample()
+            if "Lander" in env_id:
+                actions = np.array([heuristic(pilot, x) for x in obs.astype(float)])
+            obs, rewards, terminated, _, _ = envs.step(actions)
+            totals += rewards, terminated
+        found.append(totals)
+    errors = (found[0].var(1) / 60 + found[1].var(1) / 60) ** 0.5
+    assert (np.abs(found[0].mean(1) - found[1].mean(1)) <= 4 * errors).all()
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_every_episode_counts(source: str) -> None:
-    """Episodes follow one another without a gap: each step belongs to one, which is reported."""
-    flags = {"env_id": "CartPole-v1", "num_envs": 8, "num_steps": 64, "total_timesteps": 1024}
-    ppo.train(ppo.Args(**flags, vectorization=source, eval_episodes=0))
+def test_trains(source: str) -> None:
+    """Each step belongs to an episode, which is reported; the video is of gymnasium's CartPole."""
+    flags = {"num_envs": 8, "num_steps": 64, "total_timesteps": 1024, "eval_episodes": 1}
+    args = ppo.Args(f"variants.fast_envs:{source}/CartPole-v1", vectorization=VECTOR, **flags)
+    ppo.train(args)
     lengths = scalars("charts/episodic_length")
     assert lengths == scalars("charts/episodic_return")
     assert len(lengths) > 20
     assert 1024 - 8 * 64 < sum(length for _, length in lengths) <= 1024
+    assert scalars("eval/return") == [(1024, ppo.evaluate(args, only_run()))]
+    args.capture_video = True
+    assert 1 <= ppo.evaluate(args, only_run()) <= 500
+    assert len([*Path().rglob("*.mp4")]) == 1
 
 
 @NEEDS_ENVPOOL
-def test_out_of_lockstep() -> None:
-    """First episodes end all over Pendulum's 200 steps, unreported; then each takes 200."""
-    envs = ppo_continuous.make_envs(
-        ppo_continuous.Args(env_id="Pendulum-v1", vectorization="envpool"), 64
+def test_trains_staggered() -> None:
+    """First episodes are cut, unreported; of the others, 1 or 2 of 50 steps fit into 128."""
+    flags = {"env_kwargs": '{"max_episode_steps": 50}', "num_envs": 16, "total_timesteps": 2048}
+    env_id = "variants.fast_envs:EnvPool/HalfCheetah-v5"
+    ppo_continuous.train(
+        ppo_continuous.Args(env_id, vectorization=VECTOR, **flags, eval_episodes=0)
     )
-    ppo_continuous.seed_everything(1)
-    envs.reset()
-    ends, reported = [[] for _ in range(64)], []
-    for t in range(1, 601):
-        _, _, terminated, truncated, infos = envs.step(np.zeros((64, 1)))
-        assert not terminated.any()
-        for i in np.flatnonzero(truncated):
-            ends[i].append(t)
-            if not np.isnan(infos["episode"]["r"][i]):
-                reported.append(infos["episode"]["l"][i])
-    firsts = [x[0] for x in ends]
-    assert all(np.diff(x).tolist() == [200, 200] for x in ends)
-    assert len(set(firsts)) > 40
-    assert 0 < min(firsts) <= 20
-    assert 180 < max(firsts) <= 200
-    assert set(reported) == {200}
-    assert len(reported) == 128 + firsts.count(200)
-    envs.close()
-
-
-@NEEDS_ENVPOOL
-@pytest.mark.parametrize(
-    ("env_id", "hidden"),
-    [
-        ("HalfCheetah-v5", 1),
-        ("Hopper-v5", 1),
-        ("Walker2d-v5", 1),
-        ("Ant-v5", 2),
-        ("Humanoid-v5", 2),
-        ("Swimmer-v5", 2),
-        ("InvertedPendulum-v5", 0),
-        ("InvertedDoublePendulum-v5", 0),
-    ],
-)
-def test_mujoco_is_gymnasiums(env_id: str, hidden: int) -> None:
-    """From the same state, EnvPool's first 10 steps observe, pay and end as gymnasium's.
-
-    An observation begins with the positions but for `hidden` ones, which don't matter, and the
-    velocities. A double pendulum's has sines and cosines in place of its two angles.
-    """
-    ppo_continuous.seed_everything(1)  # EnvPool's seeds
-    args = ppo_continuous.Args(env_id=env_id, vectorization="envpool")
-    envs, single = ppo_continuous.make_envs(args, 1), gym.make(env_id)
-    rng, steps = np.random.default_rng(0), 0
-    low, high = single.action_space.low, single.action_space.high
-    for _ in range(10):
-        obs, _ = envs.reset()
-        single.reset()
-        model = single.unwrapped.model
-        state = obs[0].astype(float)
-        if env_id == "InvertedDoublePendulum-v5":
-            state = np.array([state[0], *np.arctan2(state[1:3], state[3:5]), *state[5:]])
-        positions = np.concatenate([np.zeros(hidden), state[: model.nq - hidden]])
-        single.unwrapped.set_state(positions, state[model.nq - hidden :][: model.nv])
-        for _ in range(10):
-            action = rng.uniform(-1, 1, len(low)).astype(np.float32)
-            obs, reward, terminated, truncated, infos = envs.step(action[None])
-            after = infos["final_obs"] if terminated[0] else obs
-            expected = single.step((low + high) / 2 + (high - low) / 2 * action)
-            assert after[0] == pytest.approx(expected[0], rel=1e-2, abs=1e-2)
-            assert reward[0] == pytest.approx(expected[1], rel=1e-2, abs=1e-2)
-            assert (terminated[0], truncated[0]) == expected[2:4]
-            steps += 1
-            if terminated[0]:
-                break
-    assert steps > 50
-    envs.close()
-
-
-@NEEDS_ENVPOOL
-def test_acrobot_is_gymnasiums() -> None:
-    """From the same state, each step of EnvPool's is that of gymnasium's."""
-    ppo.seed_everything(1)  # EnvPool's seeds
-    envs = ppo.make_envs(ppo.Args(env_id="Acrobot-v1", vectorization="envpool"), 1)
-    single = gym.make("Acrobot-v1")
-    obs, _ = envs.reset()
-    single.reset()
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        cos1, sin1, cos2, sin2, *velocities = obs[0].astype(float)
-        angles = np.arctan2([sin1, sin2], [cos1, cos2])
-        single.unwrapped.state = np.concatenate([angles, velocities])
-        action = rng.integers(3)
-        obs, reward, terminated, truncated, _ = envs.step(np.array([[action]]))
-        expected = single.step(action)
-        assert obs[0] == pytest.approx(expected[0], abs=1e-3)
-        assert (reward[0], terminated[0], truncated[0]) == expected[1:4]
-    envs.close()
-
-
-@NEEDS_ENVPOOL
-def test_lunar_lander_is_gymnasiums() -> None:
-    """gymnasium's own pilot gets the same returns, in about as many steps, over 100 episodes.
-
-    States can't be set there, so means are compared: they differ by less than 4 standard errors.
-    """
-    found = {}
-    for source in ("sync", "envpool"):
-        args = ppo.Args(env_id="LunarLander-v3", vectorization=source)
-        ppo.seed_everything(1)
-        envs = ppo.make_envs(args, 20)
-        pilot = SimpleNamespace(unwrapped=SimpleNamespace(continuous=False))
-        obs, _ = envs.reset(seed=1)
-        episodes, counts = [], np.zeros(20, int)
-        while counts.min() < 5:
-            actions = np.array([[heuristic(pilot, x)] for x in obs.astype(float)])
-            obs, _, _, _, infos = envs.step(actions)
-            for i in np.flatnonzero(infos.get("_episode", [])):
-                counts[i] += 1
-                if counts[i] <= 5:
-                    episodes.append((infos["episode"]["r"][i], infos["episode"]["l"][i]))
-        envs.close()
-        found[source] = np.array(episodes)
-    means = np.array([x.mean(0) for x in found.values()])
-    errors = np.array([x.var(0) / len(x) for x in found.values()]).sum(0) ** 0.5
-    assert found["envpool"].shape == (100, 2)
-    assert means[0][0] > 150
-    assert (np.abs(means[0] - means[1]) < 4 * errors).all()
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        (["--vectorization", "native", "--env-id", "Acrobot-v1"], "vector entry point"),
-        (["--vectorization", "native", "--mask-actions"], "masks need --vectorization sync"),
-        (["--vectorization", "envpool", "--env-id", "CartPole-v1"], "pip install envpool"),
-        pytest.param(
-            ["--vectorization", "envpool", "--env-id", "Taxi-v4"],
-            "not supported",
-            marks=NEEDS_ENVPOOL,
-        ),
-    ],
-)
-def test_sources_that_lack_it(flags: list[str], problem: str, tmp_path: Path) -> None:
-    """An environment that a source lacks, or a source that isn't installed, ends in a sentence."""
-    if "pip" in problem:
-        (tmp_path / "envpool.py").write_text("raise ImportError('not installed')")
-    assert problem in refusal("ppo", *flags, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    steps, lengths = zip(*scalars("charts/episodic_length"), strict=True)
+    assert set(lengths) == {50}
+    assert 16 <= len(lengths) <= 32
+    assert len(set(steps)) > 10
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_video(source: str) -> None:
-    """Videos are of gymnasium's single environment."""
-    flags = {"total_timesteps": 512, "eval_episodes": 1, "capture_video": True}
-    ppo.train(ppo.Args(**flags, vectorization=source))
-    assert len(list(Path("runs").rglob("*.mp4"))) == 1
+def test_resumed_is_uninterrupted(source: str) -> None:
+    """A run that crashed in its third iteration ends as one that didn't, bit for bit."""
+    flags = {"env_id": f"variants.fast_envs:{source}/CartPole-v1", "vectorization": VECTOR}
+    run, checkpoint = crashed("ppo", 3, **flags, checkpoint_interval=2)
+    assert checkpoint["global_step"] == 1024
+    go_on(ppo, run)
+    other = trained("ppo", **flags, checkpoint_interval=2)
+    ends = [ppo.load_checkpoint(x) for x in (run, other)]
+    for key in ("global_step", "last_returns"):
+        assert ends[0][key] == ends[1][key]
+    assert all(torch.equal(x, ends[1]["agent"][name]) for name, x in ends[0]["agent"].items())
+
+
+def test_anybodys_environment() -> None:
+    """Episodes of somebody's vector environment end after 5 steps, the second one's first in 4."""
+    flags = {"num_envs": 2, "num_steps": 10, "total_timesteps": 20, "num_minibatches": 2}
+    args = ppo_continuous.Args("Clock-v0", vectorization=VECTOR, stagger=False, **flags)
+    assert ppo_continuous.train(args) == 4.75
+    assert scalars("charts/episodic_return") == [(8, 4), (10, 5), (18, 5), (20, 5)]
+    assert scalars("eval/return") == [(20, 5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id", "problem"),
+    [
+        ("ppo", "CartPole-v1", "doesn't reset in the same step"),
+        ("ppo_continuous", "test_fast_envs:Clock-v0", "have set_attr to stagger"),
+        ("ppo", "variants.fast_envs:EnvPool/CartPole-v1", "needs pip install envpool"),
+    ],
+)
+def test_refused(name: str, env_id: str, problem: str, tmp_path: Path) -> None:
+    """What resets in the next step, can't be staggered or isn't installed ends in a sentence."""
+    (tmp_path / "envpool.py").write_text("raise ModuleNotFoundError")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'tests'}"}
+    flags = "--vectorization", VECTOR, "--env-id", env_id
+    assert problem in refusal(name, *flags, env=environment)

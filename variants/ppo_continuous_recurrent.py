@@ -1,48 +1,42 @@
 # /// script
-# requires-python = "==3.11.*"
-# dependencies = ["torch==2.13.0", "moviepy==2.2.1", "mujoco==3.10.0", "ale-py==0.12.1",
-#     "gymnasium[box2d,classic-control,mujoco]==1.4.0", "numpy==2.4.6", "tensorboard==2.21.0",
-#     "tqdm==4.70.1", "tyro==1.0.17"]
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["torch==2.13.0", "gymnasium[box2d,classic-control,mujoco]==1.4.0",
+#     "mujoco==3.10.0", "numpy==2.4.6", "tensorboard==2.21.0", "tyro==1.0.17", "tqdm==4.70.1",
+#     "moviepy==2.2.1"]
 # ///
-"""Proximal Policy Optimization (PPO, arXiv:1707.06347) with a memory, in a single file.
+"""PPO (arXiv:1707.06347) with a memory, for continuous actions, in a single file.
 
-ppo_continuous.py with an LSTM, for what isn't seen in one observation; `diff` the two.
-Actions: Box, with bounds. Observations: whatever flattens to a vector, normalized.
+ppo_continuous.py with an LSTM, for what one observation doesn't show; `diff` the two.
 
     python ppo_continuous_recurrent.py --env-id Pendulum-v1 --mask-velocity
 
-"Detail n": see "The 37 Implementation Details of Proximal Policy Optimization", Huang et al. 2022.
+"Detail n": see "The 37 Implementation Details of Proximal Policy Optimization", Huang et al. 2022,
+its lists counted through: 1-13 core, 14-22 Atari, 23-31 continuous actions, 32-36 LSTM.
 """
 
 import json
-import math
-import multiprocessing
-import os
 import random
 import signal
 import sys
-import threading
 import time
-from collections import defaultdict, namedtuple
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import tyro
-from gymnasium.spaces import Box
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers import FlattenObservation, RecordVideo, TransformObservation
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, TransformAction
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch import Tensor, nn
-from torch.optim import Adam
+from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -52,39 +46,37 @@ class Args:
     """Train PPO on continuous actions."""
 
     env_id: str = "HalfCheetah-v5"  # id of the environment; module:Name-v0 imports module first
-    env_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)  # name value ...
+    env_kwargs: str = "{}"  # its keywords, as JSON, like '{"is_slippery": false}'
     total_timesteps: int = 1_000_000  # environment steps, all together; rounded down to rollouts
     seed: int = 1  # seeds the environments, the network, the sampling and the shuffling
     exp_name: str = Path(__file__).stem  # part of the run folder's name
     device: str = "cpu"  # cpu, cuda, cuda:N, mps, or auto: a GPU if there is one
-    torch_deterministic: bool = True  # on a GPU, choose deterministic convolutions
     num_threads: int = 1  # CPU threads of PyTorch, 0: its own choice; 1 is fastest for an MLP
-    compile: bool = False  # compile the gradient steps: seconds to start with, faster then
-    vectorization: Literal["sync", "async", "envpool", "native"] = "sync"  # async: a process each
-    squash: bool = False  # bound actions by tanh, with the density to match, instead of clipping
-    state_std: bool = False  # let the policy's standard deviation depend on the state
-    log_std_init: float = -0.5  # logarithm of the standard deviation at first
-    log_std_min: float = -2.0  # floor of the log std before each rollout, with state_std always
-    stagger: bool = True  # cut the first episodes at random steps (unreported), or all end together
-    track: bool = False  # mirror the scalars to Weights & Biases
-    wandb_project_name: str = "ppo"  # project of Weights & Biases
+    compile: bool = False  # compile the gradient step: seconds to start with, faster then
+    vectorization: Literal["sync", "async", "vector_entry_point"] = "sync"  # see gym.make_vec
+    stagger: bool = True  # cut the first episodes at random steps, so that not all end together
+    log_std_init: float = -0.5  # logarithm of the policy's standard deviation at first
+    log_std_min: float = -2.0  # and its floor
     hidden_size: int = 64  # of the LSTM
     mask_velocity: bool = False  # hide the velocities of the environments in VISIBLE
+    track: bool = False  # mirror the scalars to Weights & Biases
+    wandb_project_name: str = "ppo"  # project of Weights & Biases
 
-    checkpoint_interval: int = 100  # iterations between checkpoints, which cut episodes; 0: at end
-    eval_episodes: int = 10  # greedy episodes to evaluate, after the training or with --evaluate
-    eval_checkpoints: bool = False  # evaluate at every checkpoint, too: a greedy learning curve
+    checkpoint_interval: int = 250  # iterations between checkpoints, which reset environments
+    eval_episodes: int = 10  # episodes to evaluate, after the training or with --evaluate
+    eval_greedy: bool = True  # take the most probable actions in them, instead of sampling
+    eval_checkpoints: bool = False  # evaluate at every checkpoint, too: a learning curve
     capture_video: bool = False  # record the evaluation's episodes in the run's folder
-    resume: str | None = None  # go on with the run in this folder; other flags may change it
+    resume: str | None = None  # go on with the run in this folder; other flags change it
     evaluate: str | None = None  # train nothing, evaluate the run in this folder
 
-    num_envs: int = 64  # environments stepped side by side, in all processes of torchrun
+    num_envs: int = 64  # environments stepped side by side
     num_steps: int = 32  # steps of each environment in a rollout
     sequence_length: int = 32  # steps to backpropagate through; divides num_steps
     num_minibatches: int = 32  # minibatches that a rollout is split into
     update_epochs: int = 10  # passes over a rollout
-    learning_rate: float = 4e-4  # Adam's step size
-    anneal_lr: bool = True  # let the learning rate fall to 0 linearly; otherwise it is constant
+    learning_rate: float = 4e-4  # Adam's step size; its epsilon is 1e-5 (detail 3)
+    anneal_lr: bool = True  # let the learning rate fall to 0 linearly
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     recompute_advantages: bool = True  # recompute values and advantages at each epoch
@@ -94,13 +86,9 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 5.0  # clip the gradient to this norm
-    target_kl: float | None = 0.02  # no more epochs after a KL above this, or 5x it in a minibatch
+    target_kl: float | None = 0.02  # no more epochs in this iteration after a mean KL above this
 
 
-Array = Tensor | np.ndarray
-FIXED = ["env_id", "env_kwargs", "num_envs", "num_steps"]  # in a resumed run
-FIXED += ["squash", "state_std", "log_std_init"]
-FIXED += ["hidden_size", "mask_velocity"]
 VISIBLE = {"Pendulum-v1": [1, 1, 0], "LunarLander-v3": [1, 1, 0, 0, 1, 0, 1, 1]}  # 0: a velocity
 
 
@@ -109,195 +97,91 @@ class UsageError(Exception):
 
 
 def check(args: Args) -> None:
-    """Raise `UsageError` for numbers that can't work, and for videos that can't be recorded."""
-    positive = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate"]
-    positive += ["clip_coef", "max_grad_norm", "target_kl", "sequence_length", "hidden_size"]
-    bad = [x for x in positive if getattr(args, x) is not None and not getattr(args, x) > 0]
-    natural = ["seed", "num_threads", "checkpoint_interval"]
-    bad += [x for x in natural if getattr(args, x) < 0]
-    if args.eval_episodes < (1 if args.eval_checkpoints or args.evaluate else 0):
-        bad.append("eval_episodes")
-    bad += [x for x in ("gamma", "gae_lambda") if not 0 <= getattr(args, x) <= 1]
-    if args.mask_velocity and args.env_id not in VISIBLE:
-        raise UsageError(f"mask_velocity is for {', '.join(VISIBLE)}")
-    if bad:
-        raise UsageError(f"out of range: {', '.join(f'{x} {getattr(args, x)}' for x in bad)}")
-    batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
-    parts = args.num_minibatches * world_size * max(args.sequence_length, 2)
-    if batch_size % parts or args.num_steps % args.sequence_length or args.num_envs % world_size:
-        need = f"{parts} (num_minibatches * processes * sequence_length), num_steps into sequences"
-        need += f", num_envs into {world_size}"
-        raise UsageError(f"num_envs * num_steps = {batch_size} must divide into {need}")
-    if args.total_timesteps < batch_size:
-        raise UsageError(f"total_timesteps is less than num_envs * num_steps = {batch_size}")
-    if args.capture_video:  # better an error now than after the training
-        with TemporaryDirectory() as folder:
-            make_envs(args, 1, Path(folder, "videos")).close()
+    """Raise `UsageError` for numbers that can't work."""
+    positive = "num_envs num_steps num_minibatches update_epochs checkpoint_interval"
+    positive += " hidden_size sequence_length"
+    others = "seed num_threads eval_episodes learning_rate clip_coef ent_coef vf_coef max_grad_norm"
+    for names, low, high in (positive, 1, 1e9), (others, 0, 1e9), ("gamma gae_lambda", 0, 1):
+        for name in names.split():
+            if not low <= getattr(args, name) <= high:  # nan isn't
+                raise UsageError(f"{name} must be {low} to {high:g}, not {getattr(args, name)}")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
+        raise UsageError(f"{args.num_minibatches=} must divide {batch_size=} into 2 or more each")
+    if args.num_steps % args.sequence_length:
+        raise UsageError(f"{args.sequence_length=} must divide {args.num_steps=}")
+    if batch_size // args.sequence_length % args.num_minibatches:
+        raise UsageError(f"{args.num_minibatches=} must divide the rollout's sequences")
+    has_wrappers = args.vectorization != "vector_entry_point"
+    if args.mask_velocity and not (args.env_id in VISIBLE and has_wrappers):
+        raise UsageError(f"mask_velocity is for sync or async, and for {list(VISIBLE)}")
 
 
-class FlatEnv(gym.Wrapper):
-    """Observe float32 vectors; drop info, which is slow to batch."""
+def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
+    """Make environments (detail 1) with flat observations, (num_envs, obs_size), and raw rewards.
 
-    def __init__(self, env: gym.Env) -> None:
-        super().__init__(env)
-        self.space = env.observation_space
-        size = gym.spaces.flatdim(self.space)
-        self.observation_space = Box(-np.inf, np.inf, (size,), np.float32)
-
-    def flatten(self, obs: Any) -> np.ndarray:
-        return gym.spaces.flatten(self.space, obs).astype(np.float32)  # a copy: env may reuse it
-
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        obs, _ = self.env.reset(**kwargs)
-        return self.flatten(obs), {}
-
-    def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
-        obs, reward, terminated, truncated, _ = self.env.step(action)
-        return self.flatten(obs), reward, terminated, truncated, {}
-
-
-class FastEnvs(gym.vector.VectorWrapper):
-    """EnvPool's environments, or gymnasium's CartPole on arrays, with resets in the same step."""
-
-    def __init__(self, args: Args, num_envs: int) -> None:
-        # EnvPool takes a failure at its limit of steps for a truncation, so the limit is kept here.
-        limit = args.env_kwargs.get("max_episode_steps", gym.spec(args.env_id).max_episode_steps)
-        self.limit = 10**9 if limit in (None, -1) else limit
-        kwargs = args.env_kwargs | {"num_envs": num_envs, "max_episode_steps": 10**9}
-        self.is_native = args.vectorization == "native"
-        if self.is_native:
-            envs = gym.make_vec(args.env_id, vectorization_mode="vector_entry_point", **kwargs)
-        else:
-            try:
-                import envpool
-            except ImportError as error:
-                raise ImportError("pip install envpool") from error
-            seeds = np.random.randint(2**31, size=num_envs).tolist()  # it takes seeds only here
-            envs = envpool.make_gymnasium(args.env_id, seed=seeds, **kwargs)
-        super().__init__(envs)
-        self.action_space = gym.vector.utils.batch_space(envs.single_action_space, num_envs)
-        self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-        self.single_observation_space = Box(-np.inf, np.inf, envs.single_observation_space.shape)
-
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        self.steps = np.zeros(self.num_envs, int)
-        obs, _ = self.env.reset(**kwargs) if self.is_native else self.env.reset()
-        return obs.astype(np.float32), {}
-
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, Any, Any, Any, dict[str, Any]]:
-        obs, rewards, terminations, _, _ = self.env.step(actions)
-        obs, infos, self.steps = obs.astype(np.float32), {}, self.steps + 1
-        truncations = self.steps >= self.limit
-        dones = terminations | truncations
-        if dones.any():
-            infos["final_obs"], self.steps[dones] = obs.copy(), 0
-            if self.is_native:  # its reset would be of all environments
-                env = self.env
-                env.state[:, dones] = env.np_random.uniform(env.low, env.high, (4, dones.sum()))
-                obs[dones], env.prev_done[dones] = env.state.T[dones], False
-            else:
-                obs[dones], _ = self.env.reset(options={"reset_mask": dones})
-        return obs, rewards, terminations, truncations, infos
-
-
-class Staggered(RecordEpisodeStatistics):
-    """First episodes begin with a random part of the limit used up; their returns are nan."""
-
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        obs, infos = super().reset(**kwargs)
-        if isinstance(self.env, FastEnvs):
-            steps = self.env.steps = np.random.randint(self.env.limit, size=self.num_envs)
-        else:
-            steps = np.random.randint([x.max_episode_steps or 1 for x in self.env.get_attr("spec")])
-            self.env.set_attr("_elapsed_steps", steps.tolist())  # of gymnasium's TimeLimit
-        self.episode_returns[steps > 0] = np.nan
-        return obs, infos
-
-
-def make_envs(args: Args, num_envs: int, video_folder: Path | None = None) -> gym.vector.VectorEnv:
-    """Make environments (detail 1): vectors to observe, the actions of `Agent`, raw rewards.
-
-    One whose episode ends is reset in the same step; `info` has its "final_obs".
-    With a `video_folder`, `eval_episodes` episodes are recorded there. Raises `UsageError`.
+    One whose episode ends is reset in the same step; `infos["final_obs"]` has its last observation.
     """
-    if "ALE/" in args.env_id:
-        raise UsageError(f"{args.env_id} is a game for ppo_atari.py")
-    kwargs = args.env_kwargs | ({"render_mode": "rgb_array"} if video_folder else {})
-    options = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
 
-    def wrap(env: gym.Env) -> gym.Env:  # not those of FastEnvs, which has no single ones
-        if args.vectorization == "async" and multiprocessing.current_process().daemon:  # a worker
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it, too: train handles it
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if video_folder:
-            env.reset()
-            env.render()  # fails here if there is no renderer
-            env = gym.wrappers.RecordVideo(env, str(video_folder), lambda i: i < args.eval_episodes)
+    def wrap(env: gym.Env) -> gym.Env:
+        # Add wrappers here (vector_entry_point has none). Each checkpoint and evaluation makes new
+        # ones: keep lasting state in Agent, as a buffer. Reported returns sum the wrapped rewards.
+        if videos:  # at most 3000 frames of each episode, as they are kept in memory
+            env = RecordVideo(env, str(videos), lambda i: i < args.eval_episodes, video_length=3000)
         if args.mask_velocity:
             visible = np.float32(VISIBLE[args.env_id])
-            env = gym.wrappers.TransformObservation(env, lambda obs: obs * visible, None)
-        return FlatEnv(env)  # add wrappers above; checkpoints make them anew
+            env = TransformObservation(env, lambda obs: obs * visible, None)
+        return FlattenObservation(env)  # a copy, as some environments overwrite what they return
 
+    mode = "sync" if videos else args.vectorization
     try:
-        if args.vectorization in ("envpool", "native") and not video_folder:
-            if args.mask_velocity:
-                raise UsageError("masks need --vectorization sync or async")
-            envs = FastEnvs(args, num_envs)
-        else:
-            mode = "async" if args.vectorization == "async" else "sync"
-            envs = gym.make_vec(args.env_id, num_envs, mode, options, [wrap], **kwargs)
-    except Exception as error:
-        raise UsageError(f"cannot make {args.env_id}, {kwargs}: {error!r}") from error
-    # The policy's -1 .. 1 is mapped to low .. high; what is beyond is clipped (detail 27).
-    space, shape = envs.single_action_space, envs.action_space.shape
-    usable = isinstance(space, Box) and space.dtype.kind == "f"
-    if not usable or np.abs([space.low, space.high]).max() > 1e9:
-        raise UsageError(f"actions {space} have no float bounds: wrap {args.env_id}, or use ppo.py")
-    center, radius = (space.low + space.high) / 2, (space.high - space.low) / 2
-
-    def to_bounds(actions: np.ndarray) -> np.ndarray:
-        actions = np.tanh(actions) if args.squash else actions
-        actions = center + radius * actions.reshape(shape)
-        return actions.clip(space.low, space.high).astype(space.dtype)
-
-    envs = Staggered(envs) if args.stagger and num_envs > 1 else RecordEpisodeStatistics(envs)
-    unbounded = Box(-np.inf, np.inf, (center.size,))
-    return TransformAction(envs, to_bounds, single_action_space=unbounded)
+        kwargs = json.loads(args.env_kwargs)
+        if videos:
+            kwargs["render_mode"] = "rgb_array"
+        if mode != "vector_entry_point":
+            kwargs |= {"vector_kwargs": {"autoreset_mode": "SameStep"}, "wrappers": [wrap]}
+        envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
+    except (gym.error.Error, json.JSONDecodeError) as error:
+        raise UsageError(f"cannot make {args.env_id} with {args.env_kwargs}: {error}") from error
+    can_stagger = getattr(envs.unwrapped, "set_attr", not args.stagger)
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP or not can_stagger:
+        raise UsageError(f"{args.env_id} must reset in the same step, and have set_attr to stagger")
+    space = envs.single_action_space
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or not space.is_bounded():
+        raise UsageError(f"{args.env_id} has actions {space}, not a vector within bounds")
+    half = (space.high - space.low) / 2
+    center = space.low + half
+    envs = TransformAction(envs, lambda x: (center + half * x).clip(space.low, space.high))
+    return RecordEpisodeStatistics(envs)
 
 
-def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear | nn.Conv2d:
+def layer_init(layer: nn.Linear, std: float = 2**0.5) -> nn.Linear:
     """Give the layer orthogonal weights of gain `std` and zero biases (detail 2); return it."""
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-def in_numpy(layer: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
-    """The layer or network for arrays, until its weights change; for few rows, a speed-up."""
+def in_numpy(layer: nn.Module) -> Callable:
+    """The layer as a NumPy function, faster for few rows; make it anew after each update."""
     kind = None if layer._forward_hooks or layer._forward_pre_hooks else type(layer)
     if kind is nn.Sequential:
         functions = [in_numpy(x) for x in layer]
         return lambda x: reduce(lambda output, function: function(output), functions, x)
     if kind is nn.Linear and layer.bias is not None:
-        weight, bias = layer.weight.numpy(force=True).T, layer.bias.numpy(force=True)
+        weight, bias = (x.numpy(force=True) for x in (layer.weight.T, layer.bias))
         return lambda x: x @ weight + bias
     if kind is nn.Tanh:
         return np.tanh
-    device = next((x.device for x in layer.state_dict().values()), "cpu")
+    if kind is RunningMeanStd:
+        mean, std = (x.numpy(force=True) for x in (layer.mean, layer.std))
+        return lambda x: ((x - mean) / std).clip(-10, 10)
+    device = next(layer.parameters(), torch.zeros(0)).device
     return lambda x: layer(torch.as_tensor(x, device=device)).numpy(force=True)  # by PyTorch
 
 
-def gather(x: Tensor) -> Tensor:
-    """The tensors of all processes, without gradients, one after another along dimension 0."""
-    if not dist.is_initialized():
-        return x.detach()
-    gathered = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, x.contiguous())
-    return torch.cat(gathered)
-
-
-class RunningStatistics(nn.Module):
-    """Mean and variance, per element, of all the samples that it was updated with."""
+class RunningMeanStd(nn.Module):
+    """Normalizes by mean and standard deviation, per element, of all that it was updated with."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -310,34 +194,37 @@ class RunningStatistics(nn.Module):
         return (self.var + 1e-8).sqrt()
 
     def update(self, samples: Tensor) -> None:
-        """Take in (B, *shape) samples of all processes (Chan et al. 1979, equation 1.5)."""
-        samples = gather(samples)
+        """Take in samples, (B, *shape) (Chan et al. 1979, equation 1.5)."""
         var, mean = torch.var_mean(samples, 0, correction=0)
         self.count += len(samples)
         share, delta = len(samples) / self.count, mean - self.mean
         self.mean += share * delta
         self.var += share * (var - self.var + (1 - share) * delta.square())
 
+    def forward(self, samples: Tensor) -> Tensor:
+        return ((samples - self.mean) / self.std).clamp(-10, 10)
+
 
 class Agent(nn.Module):
-    """Actor and critic on one LSTM, trained by both. Only parameters and buffers are saved."""
+    """Actor and critic on one LSTM. Its parameters and buffers are what is saved."""
 
-    def __init__(self, envs: gym.vector.VectorEnv, args: Args) -> None:
+    def __init__(self, envs: VectorEnv, log_std_init: float, hidden_size: int) -> None:
         super().__init__()
         obs_size = envs.single_observation_space.shape[0]
-        self.num_actions = envs.single_action_space.shape[0]
-        self.squash, self.state_std = args.squash, args.state_std
-        self.lstm = nn.LSTM(obs_size, args.hidden_size)
+        num_actions = envs.single_action_space.shape[0]
+        self.obs_rms, self.return_rms = RunningMeanStd(obs_size), RunningMeanStd()
+        self.log_std = nn.Parameter(torch.full((num_actions,), log_std_init))  # detail 24
+        self.lstm = nn.LSTM(obs_size, hidden_size)
         for name, x in self.lstm.named_parameters():  # detail 32
             nn.init.zeros_(x) if "bias" in name else nn.init.orthogonal_(x)
-        self.lstm.bias_hh_l0.data[args.hidden_size : 2 * args.hidden_size] = 1  # forget less
-        size = args.hidden_size + obs_size  # the output, then the observation
+        self.lstm.bias_hh_l0.data[hidden_size : 2 * hidden_size] = 1  # forget less
+        size = hidden_size + obs_size  # of features
         self.actor = nn.Sequential(
             layer_init(nn.Linear(size, 64)),
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, self.num_actions * (1 + args.state_std)), std=0.01),
+            layer_init(nn.Linear(64, num_actions), std=0.01),
         )
         self.critic = nn.Sequential(
             layer_init(nn.Linear(size, 64)),
@@ -346,26 +233,17 @@ class Agent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, 1), std=1.0),
         )
-        self.log_std = nn.Parameter(torch.full((self.num_actions,), float(args.log_std_init)))
-        self.log_std_min = min(args.log_std_min, args.log_std_init)  # never above the start
-        self.obs_statistics = RunningStatistics(obs_size)
-        self.return_statistics = RunningStatistics()
-        self.discounted_returns = np.zeros(envs.num_envs, np.float32)  # not saved: cuts reset it
-
-    def normalize(self, obs: Array, mean: Array, std: Array) -> Array:
-        """Observations as deviations from the mean, clipped (details 28, 29); arrays or tensors."""
-        return ((obs - mean) / std).clip(-10, 10)
 
     def remember(self, obs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """One step: the features of observations, (B, obs_size), and the states after them.
+        """The features of observations, (T, B, obs_size), from B states on; the states after them.
 
-        Features, (B, hidden_size + obs_size), go to actor and critic as `obs`: the LSTM's output,
-        then `obs`. States, (B, 2 * hidden_size): output, cell; 0 as an episode starts.
+        Features, (T, B, hidden_size + obs_size), are the LSTM's output, then the observation: what
+        actor and critic take as `obs`. States, (B, 2 * hidden_size): its output, then its cell.
         """
-        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.std)
+        obs = self.obs_rms(obs)
         states = [x.contiguous() for x in states[None].chunk(2, -1)]  # as cuDNN wants them
-        outputs, states = self.lstm(obs[None], states)
-        return torch.cat([outputs[0], obs], -1), torch.cat(states, -1)[0]
+        outputs, states = self.lstm(obs, states)
+        return torch.cat([outputs, obs], -1), torch.cat(states, -1)[0]
 
     @torch.compiler.disable  # sizes vary with the pieces; an encoder here isn't compiled, either
     def get_features(self, obs: Tensor, states: Tensor, is_first: Tensor) -> Tensor:
@@ -373,479 +251,362 @@ class Agent(nn.Module):
 
         Where `is_first`, (B,), a piece begins with its state there; no gradient goes further back.
         """
-        obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.std)
         firsts = is_first.nonzero().squeeze(-1)
         piece = is_first.cumsum(0) - 1
         position = torch.arange(len(obs), device=obs.device) - firsts[piece]
         padded = obs.new_zeros(int(position.max()) + 1, len(firsts), obs.shape[-1])
         padded[position, piece] = obs
-        states = [x.contiguous() for x in states[None, firsts].chunk(2, -1)]
-        outputs, _ = self.lstm(padded, states)
-        return torch.cat([outputs[position, piece], obs], -1)
+        features, _ = self.remember(padded, states[firsts])
+        return features[position, piece]
 
-    def get_mean_and_log_std(self, output: Array, log_std: Array) -> tuple[Array, Array]:
-        """Mean and log_std, each (B, num_actions); without state_std, log_std is (num_actions,)."""
-        if not self.state_std:
-            return output, log_std  # detail 24
-        mean, change = output[:, : self.num_actions], output[:, self.num_actions :]
-        return mean, (log_std + change).clip(self.log_std_min)
+    def sample_noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
+        """Gaussian noise, (*shape, num_actions)."""
+        return rng.standard_normal((*shape, len(self.log_std)), np.float32)
 
-    def get_distribution(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """What `get_mean_and_log_std` returns, from raw observations, (B, obs_size)."""
-        return self.get_mean_and_log_std(self.actor(obs), self.log_std)
+    def make_act(self) -> Callable:
+        """The policy until its update: act(obs, states, noise) -> actions, states; 0: its mode."""
+        # A change of the distribution belongs in evaluate_actions, too.
+        actor, std = in_numpy(self.actor), self.log_std.exp().numpy(force=True)
 
-    def get_action(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-        """The policy's means, (B, num_actions); with noise, a sample of it (detail 23)."""
-        mean, log_std = self.get_distribution(obs)
-        return mean + noise * log_std.exp()
-
-    def make_act(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """`get_action` on arrays, made anew for each rollout, which checks that both agree."""
-        actor, base_log_std = in_numpy(self.actor), self.log_std.numpy(force=True)
-
-        def act(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-            mean, log_std = self.get_mean_and_log_std(actor(obs), base_log_std)
-            return mean + noise * np.exp(log_std)
+        @torch.no_grad()
+        def act(obs: np.ndarray, states: Tensor, noise: np.ndarray | float) -> tuple:
+            obs = torch.as_tensor(obs, device=states.device)[None]
+            features, states = self.remember(obs, states)
+            return actor(features[0].numpy(force=True)) + std * noise, states
 
         return act
-
-    def sample_noise(self, *shape: int) -> Tensor:
-        """Standard Gaussian noise, (*shape, num_actions)."""
-        return torch.randn(*shape, self.num_actions)
 
     def get_value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
         return self.critic(obs).squeeze(-1)
 
     def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities and entropies, summed over actions (detail 25), and values, (B,)."""
-        mean, log_std = self.get_distribution(obs)
-        std = log_std.exp()
-        log_scale = (log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
-        logprob = -0.5 * ((actions - mean) / std).square().sum(-1) - log_scale
-        entropy = (log_scale + 0.5 * self.num_actions).expand_as(logprob)
-        if self.squash:  # log p(tanh x) = log p(x) - log_slope, which cancels in the ratio
-            x = mean + std * torch.randn_like(mean)
-            log_slope = 2 * (math.log(2) - x - nn.functional.softplus(-2 * x))
-            entropy = entropy + log_slope.sum(-1)
-        return logprob, entropy, self.get_value(obs)
-
-    def scale_rewards(self, rewards: np.ndarray, ends: np.ndarray, gamma: float) -> np.ndarray:
-        """Hook: the rewards to learn from, (num_steps, num_envs). Here, divided by the standard
-        deviation of the discounted return, which restarts at `ends`, and clipped (details 30, 31).
-        """
-        returns = np.zeros_like(rewards)
-        for t in range(len(rewards)):
-            returns[t] = gamma * self.discounted_returns + rewards[t]
-            self.discounted_returns = returns[t] * ~ends[t]
-        self.return_statistics.update(torch.tensor(returns.ravel(), device=self.log_std.device))
-        return (rewards / float(self.return_statistics.std)).clip(-10, 10)
-
-    @torch.no_grad()
-    def finish_iteration(self, obs: Tensor, *rest: Tensor) -> dict[str, float]:
-        """Hook after each iteration: adapt to its observations, return scalars to log (the std)."""
-        self.log_std.clamp_(self.log_std_min)
-        std = gather(self.get_distribution(self.get_features(obs, *rest))[1].exp()).mean().item()
-        self.obs_statistics.update(obs)  # only now: a rollout and its update normalize alike
-        return {"charts/policy_std": std}
+        """Log-probabilities, entropies and values, each (B,)."""
+        deviations = (actions - self.actor(obs)) / self.log_std.exp()
+        log_scale = (self.log_std + 0.9189385332).sum()  # with log(2 pi) / 2
+        logprobs = -0.5 * deviations.square().sum(-1) - log_scale
+        entropy = (log_scale + 0.5 * len(self.log_std)).expand_as(logprobs)
+        return logprobs, entropy, self.get_value(obs)
 
 
-Batch = namedtuple("Batch", "obs states is_first actions logprobs advantages returns values")
-
-
-def update(agent: Agent, optimizer: Adam, batch: Batch, indices: Tensor, args: Args) -> dict:
+def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, args: Args) -> dict:
     """Take a gradient step on the minibatch of these indices; return tensors to log, by name."""
-    minibatch = Batch(*(x.index_select(0, indices) for x in batch))
-    features = agent.get_features(minibatch.obs, minibatch.states, minibatch.is_first)
-    logprobs, entropy, values = agent.evaluate_actions(features, minibatch.actions)
-    assert logprobs.shape == entropy.shape == values.shape == minibatch.advantages.shape, "not (B,)"
-    logratio = logprobs - minibatch.logprobs
+    minibatch = (x.index_select(0, indices) for x in batch)
+    obs, states, is_first, actions, old_logprobs, advantages, returns, old_values = minibatch
+    features = agent.get_features(obs, states, is_first)
+    logprobs, entropy, values = agent.evaluate_actions(features, actions)
+    assert logprobs.shape == entropy.shape == values.shape == returns.shape  # (B,)
+    logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 
     # Policy loss (detail 8)
-    advantages = minibatch.advantages
     if args.norm_adv:  # detail 7
-        std, mean = torch.std_mean(gather(advantages))
-        advantages = (advantages - mean) / (std + 1e-8)
-    # A tensor: compiled, clamp would keep its first number for ever (PyTorch 2.13, issue 194976).
-    clip = args.clip_coef * torch.ones_like(ratio)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clip = args.clip_coef * torch.ones_like(ratio)  # torch.compile freezes numbers in clamp
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
-    policy_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio)
+    policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
     # Value loss
-    value_loss = 0.5 * (values - minibatch.returns).square()
+    squared_errors = (values - returns).square()
     if args.clip_vloss:  # detail 9
-        change = (values - minibatch.values).clamp(-clip, clip)
-        clipped_loss = 0.5 * (minibatch.values + change - minibatch.returns).square()
-        value_loss = torch.max(value_loss, clipped_loss)
+        clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+        squared_errors = torch.max(squared_errors, (clipped_values - returns).square())
+    value_loss = 0.5 * squared_errors.mean()
 
-    loss = (policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy).mean()  # detail 10
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()  # detail 10
+    # Not backward() and clip_grad_norm_(): torch.compile can't have those in one graph.
+    parameters = [x for group in optimizer.param_groups for x in group["params"] if x.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    grad_norm = sum(x.square().sum() for x in gradients).sqrt()
+    scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)  # detail 11
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = (scale * gradient).contiguous()  # fused Adam needs it for convolutions
     with torch.no_grad():  # detail 12; both KL estimates: http://joschu.net/blog/kl-approx.html
         metrics = {
-            "losses/policy_loss": policy_loss.mean(),
-            "losses/value_loss": value_loss.mean(),
+            "losses/policy_loss": policy_loss.detach(),
+            "losses/value_loss": value_loss.detach(),
             "losses/entropy": entropy.mean(),
-            "losses/old_approx_kl": (-logratio).mean(),
+            "losses/old_approx_kl": -logratio.mean(),
             "losses/approx_kl": (ratio - 1 - logratio).mean(),
             "losses/clipfrac": (ratio != clipped_ratio).float().mean(),
+            "losses/grad_norm": grad_norm,
         }
-
-    # All gradients as one vector: averaged over the processes, then clipped; 0 where unused.
-    parameters = [x for g in optimizer.param_groups for x in g["params"] if x.requires_grad]
-    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-    gradient = gather(torch.cat([x.flatten() for x in gradients])[None]).mean(0)
-    metrics["losses/grad_norm"] = norm = gradient.norm()
-    gradient = gradient * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # detail 11
-    for x, part in zip(parameters, gradient.split([x.numel() for x in parameters]), strict=True):
-        x.grad = torch.empty_like(x).copy_(part.view_as(x))  # laid out as x is: fused Adam needs it
     optimizer.step()
     return metrics
 
 
-def seed_everything(seed: int, *key: int) -> int:
-    """Seed all generators by seed and key; return a seed for environments."""
-    seed, env_seed = np.random.SeedSequence(seed, spawn_key=key).generate_state(2).tolist()
+def seed_everything(seed: int) -> None:
+    """Seed the generators that networks are initialized with and environments may draw from."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    return env_seed // 4  # environment i adds i, which must stay below 2**31
 
 
-def set_up_torch(args: Args, on_exit: ExitStack) -> torch.device:
-    """Set PyTorch up; closing `on_exit` puts threads and generators back. Raises `UsageError`."""
-    on_exit.callback(random.setstate, random.getstate())
-    on_exit.callback(np.random.set_state, np.random.get_state())
-    on_exit.callback(torch.set_rng_state, torch.get_rng_state())
-    on_exit.callback(torch.set_num_threads, torch.get_num_threads())
+def set_up_torch(args: Args) -> torch.device:
+    """Set the number of threads, and return the device. Raises `UsageError`."""
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    on_exit.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))  # update's gradients
     torch.backends.cudnn.rnn.fp32_precision = "ieee"  # else TF32, another one for acting
     name = args.device
-    if name == "auto":
-        name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:  # before the training: is there such a device, and a compiler?
-        torch.compile(torch.neg, disable=not args.compile)(torch.zeros(1, device=name)).cpu()
+    try:
+        if name == "auto":
+            name = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        return torch.zeros(1, device=name).device
     except Exception as error:
-        raise UsageError(f"no {name}, or no C++ compiler: {str(error).splitlines()[0]}") from error
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group()  # tensors by their device: NCCL or gloo; objects by gloo
-        on_exit.callback(dist.destroy_process_group)
-    on_exit.callback(torch.compiler.reset)  # before the group goes: NCCL waits for CUDA graphs
-    return torch.device(name)
+        raise UsageError(f"no device {name}: {str(error).splitlines()[0]}") from error
 
 
-def catch_signals(on_exit: ExitStack) -> list[int]:
-    """Note the first SIGINT or SIGTERM in the list, until `on_exit` closes; a second one kills."""
-    signals = []
-
-    def handle(number: int, frame: Any) -> None:
-        if signals and not dist.is_torchelastic_launched():  # torchrun sends a second one itself
-            os._exit(128 + number)
-        signals.append(number)
-
-    if threading.current_thread() is threading.main_thread():  # others can't handle signals
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous = signal.signal(number, handle)
-            on_exit.callback(signal.signal, number, previous)
-    return signals
+def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict:
+    """The checkpoint of the run in this folder; loads the agent's weights. Raises `UsageError`."""
+    try:
+        checkpoint = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True)
+        if agent:
+            agent.load_state_dict(checkpoint["agent"])
+        return checkpoint | {"args": Args(**checkpoint["args"])}
+    except Exception as error:
+        raise UsageError(f"no checkpoint that fits in {folder}: {error!r}") from error
 
 
-def log(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
-    """Write scalars as one event, six times as fast as one `add_scalar` for each."""
+def log(writer: SummaryWriter, scalars: dict, step: int) -> None:
+    """Write scalars as one event: one `add_scalar` for each takes a tenth of CartPole's speed."""
     values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
     writer.file_writer.add_summary(Summary(value=values), step)
 
 
-def start_tracking(args: Args, folder: Path, on_exit: ExitStack) -> None:
-    """Mirror what is written for TensorBoard to Weights & Biases, until `on_exit` closes."""
-    try:
+def evaluate(args: Args, folder: str | Path) -> float:
+    """Play episodes with a run's checkpoint; return their mean raw return, nan if none ends."""
+    device, rng = set_up_torch(args), np.random.default_rng(args.seed)
+    videos = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S}")
+    envs = make_envs(args, 1, videos if args.capture_video else None)
+    agent = Agent(envs, args.log_std_init, args.hidden_size).to(device)
+    load_checkpoint(folder, agent)
+    act, returns = agent.make_act(), []
+    obs, _ = envs.reset(seed=args.seed)
+    states = torch.zeros(1, 2 * args.hidden_size, device=device)
+    for _ in range(30_000 * args.eval_episodes):  # some episodes never end
+        noise = 0.0 if args.eval_greedy else agent.sample_noise(rng, 1)
+        actions, states = act(np.float32(obs), states, noise)
+        obs, _, _, _, infos = envs.step(actions)
+        if "episode" in infos:
+            states = torch.zeros_like(states)
+            returns.append(float(infos["episode"]["r"][0]))
+            if len(returns) == args.eval_episodes:
+                break
+    envs.close()
+    mean = float(np.mean(returns or np.nan))
+    text = f"evaluated at {mean:.1f} ± {np.std(returns or 0):.1f} over {len(returns)} episodes"
+    with suppress(OSError):  # a closed pipe must not cost the result
+        tqdm.write(text)
+    return mean
+
+
+STOP = []  # train stops once it isn't empty; holds the replaced signal handlers
+
+
+def stop(number: int, frame: object) -> None:
+    """After Ctrl-C or another signal, finish the iteration, save and stop; a second one kills."""
+    STOP.append(signal.signal(number, signal.SIG_DFL))
+
+
+def train(args: Args, report: Callable | None = None) -> float:
+    """Train an agent in a new folder in `runs`, or resume the one in `args.resume`, with args.
+
+    Returns the mean raw return of the last 100 episodes, nan if none ended. After each iteration
+    `report(global_step, mean_return)` is called; if it returns True, the run is saved and ends.
+    """
+    # Set-up
+    check(args)
+    config = json.loads(json.dumps(asdict(args)))  # plain numbers, which can be loaded safely
+    device, batch_size = set_up_torch(args), args.num_envs * args.num_steps
+    tensor = partial(torch.tensor, device=device)
+    seed_everything(args.seed)
+    envs = make_envs(args, args.num_envs)  # for their spaces; the loop makes them anew
+    agent = Agent(envs, args.log_std_init, args.hidden_size).to(device)
+    envs.close()
+    learning_rate = tensor(args.learning_rate)  # no float: it would recompile
+    optimizer = optim.Adam(agent.parameters(), learning_rate, eps=1e-5, fused=not args.compile)
+    torch._dynamo.config.trace_autograd_ops = args.compile  # autograd.grad within one graph
+    torch._logging.set_logs(dynamo=40)  # errors, not what it says of the optimizer's profiling
+    torch.compiler.reset()  # forget what an earlier call of train compiled
+    compiled_update = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
+
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder = Path("runs", run_name.replace("/", "-").replace(":", "-"))
+    first_step, last_returns = 0, []
+    if args.resume:
+        folder, checkpoint = Path(args.resume), load_checkpoint(args.resume, agent)
+        first_step, last_returns = checkpoint["global_step"], checkpoint["last_returns"]
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": checkpoint["optimizer"]})
+    num_iterations = (args.total_timesteps - first_step) // batch_size
+    if num_iterations < 1:
+        raise UsageError(f"{args.total_timesteps=}: no {batch_size} are left after {first_step}")
+    target_kl = args.target_kl or np.inf
+    # The time limit of an episode, 1 if there is none
+    limit = max(1, envs.spec.kwargs.get("max_episode_steps", envs.spec.max_episode_steps) or 1)
+    if args.checkpoint_interval * args.num_steps < limit:
+        print(f"resets at checkpoints cut episodes of {limit} steps: raise --checkpoint-interval")
+
+    if args.track:
         import wandb
 
         run = {"project": args.wandb_project_name, "id": folder.name, "resume": "allow"}
-        wandb.init(**run, config=asdict(args), sync_tensorboard=True)
-    except Exception as error:
-        raise UsageError(f"--track: pip install wandb, and wandb login ({error})") from error
-    on_exit.callback(wandb.finish)
+        wandb.init(**run, config=config, sync_tensorboard=True)
+    writer = SummaryWriter(folder, purge_step=first_step + 1)
+    writer.add_text("hyperparameters", str(config), first_step)
 
+    # A rollout, on the host, where the environments are; next_obs is what a step led to
+    shape = args.num_steps, args.num_envs
+    obs, next_obs = np.zeros((2, *shape, *envs.single_observation_space.shape), np.float32)
+    actions = np.zeros((args.num_steps, *envs.action_space.shape), envs.action_space.dtype)
+    rewards = np.zeros(shape, np.float32)
+    terminations, truncations = np.zeros((2, *shape), bool)
+    states, next_states = torch.zeros(2, *shape, 2 * args.hidden_size, device=device)
 
-def load_checkpoint(
-    folder: str | Path, agent: Agent | None = None, optimizer: Adam | None = None
-) -> dict[str, Any]:
-    """Return a run's checkpoint, its "args" as `Args`; load weights and Adam's moments from it."""
-    path = Path(folder, "checkpoint.pt")
+    global_step, start_time = first_step, time.time()
+    print(f"training in {folder}")
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if agent:
-            agent.load_state_dict(checkpoint["agent"])
-        if optimizer:  # not its settings, which may have changed
-            settings = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": settings})
-            for x, moments in optimizer.state.items():
-                assert moments.get("exp_avg", x).shape == x.shape, "the optimizer's order differs"
-        return checkpoint | {"args": Args(**json.loads(checkpoint["args"]))}
-    except Exception as error:
-        raise UsageError(f"{path} is missing or damaged, or doesn't fit: {error!r}") from error
+        for iteration in range(num_iterations):
+            # Environments can't be saved: after each scheduled checkpoint every run makes new ones,
+            # seeded by the step. So a run resumed there equals one that never stopped.
+            if iteration % args.checkpoint_interval == 0:
+                rng = np.random.default_rng([args.seed, global_step])
+                env_seed = int(rng.integers(2**30))
+                seed_everything(env_seed)
+                envs = make_envs(args, args.num_envs)
+                new_obs, _ = envs.reset(seed=env_seed)
+                new_states = torch.zeros_like(states[0])  # detail 33
+                discounted_returns = 0.0
+                elapsed_steps = rng.integers(limit, size=args.num_envs) * args.stagger
+                is_cut = elapsed_steps > 0  # whether the episode is one that `stagger` cuts
+                if is_cut.any():  # begin with a random part of the time limit used up
+                    envs.unwrapped.set_attr("_elapsed_steps", list(elapsed_steps))
+            if args.anneal_lr:  # detail 4; a second group of parameters keeps its rate
+                share_left = 1 - global_step / args.total_timesteps
+                optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
-
-def evaluate(args: Args, folder: str | Path) -> dict[str, float]:
-    """Seed everything, play greedy episodes with a checkpoint; return raw returns' mean and std."""
-    seed, returns = seed_everything(args.seed), []
-    video_folder = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S-%f}")
-    # A single environment: if several raced for the episodes, short ones would be favoured.
-    with closing(make_envs(args, 1, video_folder if args.capture_video else None)) as envs:
-        agent = Agent(envs, args).requires_grad_(False).eval()
-        load_checkpoint(folder, agent)
-        obs, _ = envs.reset(seed=seed)
-        states = torch.zeros(1, 2 * args.hidden_size)
-        while len(returns) < args.eval_episodes:
-            features, states = agent.remember(torch.as_tensor(obs), states)
-            actions = agent.get_action(features)
-            obs, _, _, _, infos = envs.step(actions.numpy())
-            if "episode" in infos:
-                returns.append(float(infos["episode"]["r"][0]))
-                states = torch.zeros_like(states)
-    mean, std, count = float(np.mean(returns)), float(np.std(returns)), len(returns)
-    tqdm.write(f"{args.env_id}: greedy return {mean:.1f}, std {std:.1f}, over {count} episodes")
-    return {"eval/return": mean, "eval/return_std": std}
-
-
-def train(args: Args, report: Callable[[int, float], None] | None = None) -> float:
-    """Train an agent in a new folder in `runs`, or resume the run in `args.resume` with these.
-
-    Returns the mean raw return of the last 100 episodes, nan if none ended. Each iteration ends
-    with `report(global_step, mean_return)`, which may raise to stop the training. Raises
-    `UsageError` for what a user can put right, and `SystemExit` after a signal and a checkpoint.
-    """
-    check(args)
-    with ExitStack() as on_exit:  # whatever is raised, what is open is closed
-        # Set-up. The processes of torchrun share the environments; the first one logs and saves.
-        device = set_up_torch(args, on_exit)
-        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local_num_envs, batch_size = args.num_envs // world_size, args.num_envs * args.num_steps
-        num_iterations = args.total_timesteps // batch_size
-        interval = args.checkpoint_interval or num_iterations
-        time_and_process = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.getpid()}"
-        run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time_and_process}"
-        folder = Path(args.resume or f"runs/{run_name.replace('/', '-').replace(':', '-')}")
-        checkpoint = {"iteration": 0, "last_returns": []}
-        if args.resume:
-            checkpoint = load_checkpoint(folder)
-            for name, value in asdict(args).items():
-                is_new = name != "resume" and value != getattr(checkpoint["args"], name)
-                if is_new and name in FIXED:
-                    raise UsageError(f"a resumed run keeps its {name}: leave it out")
-                if is_new and rank == 0:
-                    print(f"resumed with {name} {value}", file=sys.stderr)
-        first_iteration, last_returns = checkpoint["iteration"], checkpoint["last_returns"]
-
-        seed_everything(args.seed, first_iteration, rank)  # for what environments draw when made
-        envs = make_envs(args, local_num_envs)
-        on_exit.callback(lambda: envs.close(terminate=True))  # the present ones, and their workers
-        seed_everything(args.seed)  # the same weights in all processes
-        agent = Agent(envs, args).to(device)  # Adam's eps: detail 3; compiled, unfused is faster
-        optimizer = Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=not args.compile)
-        if args.resume:
-            load_checkpoint(folder, agent, optimizer)
-        for group in optimizer.param_groups:  # tensors: each new float would compile again
-            group["lr"] = torch.tensor(group["lr"], device=device)
-        learning_rates = [group["lr"].item() for group in optimizer.param_groups]
-        compiled_update = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
-
-        global_step = start_step = first_iteration * batch_size
-        if rank == 0:
-            if args.track:
-                start_tracking(args, folder, on_exit)
-            writer = on_exit.enter_context(SummaryWriter(folder, purge_step=global_step + 1))
-            writer.add_text("hyperparameters", str(asdict(args)), global_step)
-            run_args = json.dumps(asdict(args) | {"resume": None}, default=np.generic.item)
-
-        # A rollout, on the host, where the environments are; final_obs is of episodes that ended.
-        shape = (args.num_steps, local_num_envs)
-        obs_space, action_space = envs.single_observation_space, envs.single_action_space
-        obs, final_obs = np.zeros((2, *shape, *obs_space.shape), obs_space.dtype)
-        actions = np.zeros((*shape, *action_space.shape), action_space.dtype)
-        rewards = np.zeros(shape, np.float32)
-        terminations, truncations = np.zeros((2, *shape), bool)
-        states, states_after = torch.zeros(2, *shape, 2 * args.hidden_size, device=device)
-
-        in_loop = on_exit.enter_context(ExitStack())  # what ends before the last evaluation
-        start_time, mean_return = time.perf_counter(), float(np.mean(last_returns or np.nan))
-        signals = catch_signals(in_loop)
-        bar = tqdm(total=num_iterations * batch_size, initial=global_step, disable=rank > 0 or None)
-        in_loop.enter_context(bar)
-        for iteration in range(first_iteration, num_iterations):
-            # Environments and wrappers can't be saved. So that a run resumed from a scheduled
-            # checkpoint equals an undisturbed one, every `interval` iterations they are made anew,
-            # and all generators seeded by the iteration: before making (it may draw) and after.
-            if iteration == first_iteration or iteration % interval == 0:
-                if iteration > first_iteration:
-                    envs.close()
-                    seed_everything(args.seed, iteration, rank)
-                    envs = make_envs(args, local_num_envs)
-                next_obs, _ = envs.reset(seed=seed_everything(args.seed, iteration, rank))
-                num_ended, is_whole_interval = 0, iteration % interval == 0
-                next_states = torch.zeros_like(states[0])  # detail 33
-            is_cut, is_last = (iteration + 1) % interval == 0, iteration + 1 == num_iterations
-            if args.anneal_lr:  # detail 4; overwrites any other schedule
-                for group, base in zip(optimizer.param_groups, learning_rates, strict=True):
-                    group["lr"].fill_(base * (1 - iteration / num_iterations))
-
-            # Rollout. The policy stays the same: draw all noise before, only act within, and
-            # compute log-probabilities and values after, in one batch.
-            episodes, metrics = [], defaultdict(list)
-            with torch.no_grad():
-                act, noise = agent.make_act(), agent.sample_noise(*shape).numpy()
-                for t in range(args.num_steps):
-                    obs[t] = next_obs
-                    states[t] = next_states
-                    on_device = torch.tensor(next_obs, device=device)
-                    features, next_states = agent.remember(on_device, states[t])
-                    actions[t] = act(features.numpy(force=True), noise[t])
-                    next_obs, rewards[t], terminated, truncated, infos = envs.step(actions[t])
-                    terminations[t], truncations[t] = terminated, truncated & ~terminated
-                    global_step += args.num_envs
-                    states_after[t] = next_states
-                    for i in np.flatnonzero(terminated | truncated):
-                        next_states[i] = 0  # detail 34
-                        final_obs[t, i] = infos["final_obs"][i]  # next_obs is of the next episodes
-                    if "episode" in infos:  # nan where ppo_continuous.py's --stagger cut
-                        returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
-                        for i in np.flatnonzero(infos["_episode"] & ~np.isnan(returns)):
-                            episodes.append((global_step, float(returns[i]), int(lengths[i])))
-                # Environment by environment. A piece begins with an episode or a sequence.
-                tensors = [torch.tensor(x, device=device) for x in (obs, actions, noise)]
-                b_obs, b_actions, b_noise = (x.transpose(0, 1).flatten(0, 1) for x in tensors)
-                b_states = states.transpose(0, 1).flatten(0, 1)
-                is_first = np.roll(terminations | truncations, 1, 0)
-                is_first[:: args.sequence_length] = True  # of a piece: its state needn't be 0
-                pieces = b_obs, b_states, torch.tensor(is_first.T.flatten(), device=device)
-                b_features = agent.get_features(b_obs.clone(), *pieces[1:])  # networks get clones
-                differences = (b_features - agent.remember(b_obs.clone(), b_states)[0]).abs()
-                assert not (differences > 0.01).any(), "get_features does otherwise than remember"
-                again = agent.get_action(b_features[::17], b_noise[::17])  # of all environments
-                bad = ~again.isclose(b_actions[::17], 1e-3, 1e-3, equal_nan=True)  # 1 may be a tie
-                assert bad.sum(0).max() < max(2, len(bad) / 20), "make_act and get_action differ"
-                b_logprobs, _, b_values = agent.evaluate_actions(b_features, b_actions)
-                again = agent.get_value(b_features[::17])
-                close = torch.isclose(again, b_values[::17], 0.05, 0.05, equal_nan=True)
-                assert close.float().mean() > 0.95, "get_value and evaluate_actions differ"
+            # Rollout. The policy is fixed: noise is drawn before, log-probs and values come after.
+            act, noise = agent.make_act(), agent.sample_noise(rng, *shape)
+            for t in range(args.num_steps):
+                obs[t], states[t] = new_obs, new_states
+                actions[t], new_states = act(obs[t], states[t], noise[t])
+                new_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t])
+                next_obs[t], next_states[t] = new_obs, new_states
+                global_step += args.num_envs
+                for i in np.flatnonzero(infos.get("_episode", [])):  # whose episode ended
+                    next_obs[t, i] = infos["final_obs"][i]  # new_obs is of the next episode
+                    new_states[i] = 0  # detail 34
+                    total, length = (float(infos["episode"][key][i]) for key in "rl")
+                    charts = {"charts/episodic_return": total, "charts/episodic_length": length}
+                    if not is_cut[i]:
+                        last_returns = [*last_returns[-99:], total]
+                        log(writer, charts, global_step)
+                    is_cut[i] = False
             dones = terminations | truncations
-            ends = dones.copy()  # where returns restart: at each scheduled checkpoint, too
-            ends[-1] |= is_cut
-            scaled_rewards = agent.scale_rewards(rewards, ends, args.gamma)  # add a bonus here
+            # Environment by environment; a piece begins where an episode or a sequence does
+            b_obs, b_actions = (tensor(x).transpose(0, 1).flatten(0, 1) for x in (obs, actions))
+            is_first = np.roll(dones, 1, 0)
+            is_first[:: args.sequence_length] = True
+            pieces = b_obs, states.transpose(0, 1).flatten(0, 1), tensor(is_first.T).flatten()
+            is_last = truncations.copy()  # where next_values need next_obs; terminations need none
+            is_last[-1] = True
+            with torch.no_grad():
+                b_features = agent.get_features(*pieces)
+                b_logprobs, _, b_values = agent.evaluate_actions(b_features, b_actions)
+
+            # Divide rewards by the deviation of the discounted sum of past ones (details 30, 31)
+            past_returns = np.zeros_like(rewards)
+            for t in range(args.num_steps):
+                past_returns[t] = discounted_returns = args.gamma * discounted_returns + rewards[t]
+                discounted_returns *= ~dones[t]
+            agent.return_rms.update(tensor(past_returns).flatten())
+            scaled_rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
+
+            metrics = defaultdict(list)
             for epoch in range(args.update_epochs):
                 # Generalized advantage estimation (arXiv:1506.02438, eq. 16; detail 5). The value
-                # after termination is 0, after truncation that of the true last observation.
+                # after a termination is 0, after a truncation that of the true last observation.
                 if epoch == 0 or args.recompute_advantages:
-                    last_obs = torch.from_numpy(np.concatenate([next_obs, final_obs[truncations]]))
                     with torch.no_grad():
-                        last_states = torch.cat([next_states, states_after[truncations]])
-                        last_features, _ = agent.remember(last_obs.to(device), last_states)
-                        last_values = agent.get_value(last_features).cpu().numpy()
                         if epoch > 0:
-                            b_features = agent.get_features(b_obs.clone(), *pieces[1:])
-                            b_values = agent.get_value(b_features)
+                            b_values = agent.get_value(agent.get_features(*pieces))
+                        end_obs = tensor(next_obs[is_last])[None]
+                        end_features, _ = agent.remember(end_obs, next_states[is_last])
+                        end_values = agent.get_value(end_features[0])
                     values = b_values.view(shape[::-1]).T.cpu().numpy()
-                    next_values = np.concatenate([values[1:], last_values[None, :local_num_envs]])
-                    next_values[truncations] = last_values[local_num_envs:]
+                    next_values = np.roll(values, -1, 0)  # row t + 1; the last row's come below
+                    next_values[is_last] = end_values.cpu().numpy()
                     deltas = scaled_rewards + args.gamma * next_values * ~terminations - values
                     discounts = args.gamma * args.gae_lambda * ~dones
                     advantages, advantage = np.zeros_like(deltas), 0.0
                     for t in reversed(range(args.num_steps)):
                         advantages[t] = advantage = deltas[t] + discounts[t] * advantage
-                    b_advantages = torch.as_tensor(advantages.T, device=device).flatten()
+                    b_advantages = tensor(advantages.T).flatten()
                     b_returns = b_advantages + b_values
-                    batch = Batch(*pieces, b_actions, b_logprobs, b_advantages, b_returns, b_values)
-                if epoch == 0:
-                    explained = 1 - b_advantages.var() / (b_returns.var() + 1e-8)
-                    metrics["losses/explained_variance"].append(explained)
-                    for name in ("values", "returns", "advantages"):
-                        metrics[f"debug/{name}"].append(getattr(batch, name).mean())
+                    batch = *pieces, b_actions, b_logprobs, b_advantages, b_returns, b_values
 
-                sequences = torch.arange(len(b_obs), device=device).view(-1, args.sequence_length)
-                b_indices = sequences[torch.randperm(len(sequences), device=device)]  # detail 6, 35
-                for indices in b_indices.flatten().chunk(args.num_minibatches):
+                # Update
+                sequences = np.arange(batch_size).reshape(-1, args.sequence_length)
+                b_indices = tensor(rng.permutation(sequences)).flatten()  # details 6, 35
+                for indices in b_indices.chunk(args.num_minibatches):
                     for name, x in compiled_update(agent, optimizer, batch, indices, args).items():
-                        metrics[name].append(x.clone())  # the next CUDA graph overwrites x
-                    kls = metrics["losses/approx_kl"]
-                    if args.target_kl and gather(kls[-1][None]).max() > 5 * args.target_kl:
-                        break  # end a collapse early: after tiny gradients, Adam's steps are large
-                if args.target_kl:
-                    recent_kls = gather(torch.stack(kls[-args.num_minibatches :]))
-                    if recent_kls.mean() > args.target_kl or recent_kls.max() > 5 * args.target_kl:
-                        break  # the epoch's mean is too large, or the loop above was left
+                        metrics[name].append(x.clone())  # the next CUDA graph would overwrite it
+                    kls = metrics["losses/approx_kl"][-args.num_minibatches :]
+                    if kls[-1] > 5 * target_kl:
+                        break  # a collapse
+                if torch.stack(kls).mean() > target_kl or kls[-1] > 5 * target_kl:
+                    break
+            agent.log_std.data.clamp_(args.log_std_min)
+            agent.obs_rms.update(b_obs)  # only now: a rollout and its updates normalize alike
 
             # Log
-            means = gather(torch.stack([torch.stack(x).mean() for x in metrics.values()])[None])
-            scalars = dict(zip(metrics, means.mean(0).tolist(), strict=True))
-            for name, x in {"observation": obs, "reward": rewards, **scalars}.items():
-                if not np.isfinite(x).all():
-                    where = f"in iteration {iteration}, up to step {global_step}"
-                    raise UsageError(f"{name} became infinite or nan {where}")
-            scalars |= agent.finish_iteration(*pieces)  # last, as it changes the agent
-            scalars["losses/epochs"] = epoch + 1  # begun: target_kl may end the last one early
-            scalars["charts/learning_rate"] = float(optimizer.param_groups[0]["lr"])
-            scalars["charts/SPS"] = (global_step - start_step) / (time.perf_counter() - start_time)
-            gathered = [(episodes, signals)] * world_size
-            if world_size > 1:  # all processes count all episodes, and stop together
-                dist.all_gather_object(gathered, (episodes, signals))
-            stop_signals = [number for _, numbers in gathered for number in numbers]
-            episodes = sorted((x for theirs, _ in gathered for x in theirs), key=lambda x: x[0])
-            last_returns = [*last_returns, *(total for _, total, _ in episodes)][-100:]
+            scalars = {name: torch.stack(x).mean().item() for name, x in metrics.items()}
+            if bad := [name for name, x in scalars.items() if not np.isfinite(x)]:
+                raise UsageError(f"infinite or nan at step {global_step}: {bad}")
+            debug = {"values": b_values, "returns": b_returns, "advantages": b_advantages}
+            scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
+            # Advantages are what returns have beyond the values: the unexplained part
+            scalars["losses/explained_variance"] = 1 - (b_advantages.var() / b_returns.var()).item()
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
+            scalars["charts/policy_std"] = agent.log_std.exp().mean().item()
+            scalars["charts/SPS"] = (global_step - first_step) / (time.time() - start_time)
+            log(writer, scalars, global_step)
             mean_return = float(np.mean(last_returns or np.nan))
-            if rank == 0:
-                for step, total, length in episodes:
-                    charts = {"charts/episodic_return": total, "charts/episodic_length": length}
-                    log(writer, charts, step)
-                log(writer, scalars, global_step)
-            bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
-            bar.update(batch_size)
 
-            # Checkpoint (to stop early, set is_last above it and break below)
-            num_ended += len(episodes)
-            if is_cut and is_whole_interval and not is_last and not num_ended and rank == 0:
-                hint = "raise --checkpoint-interval, as each checkpoint cuts all episodes"
-                tqdm.write(f"no whole episode ended in {interval} iterations: {hint}", sys.stderr)
-            if rank == 0 and (is_cut or is_last or stop_signals):
-                writer.flush()
-                saved = {"iteration": iteration + 1, "last_returns": last_returns, "args": run_args}
-                saved |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+            # Checkpoint
+            stops = STOP or (report and report(global_step, mean_return))
+            ends = iteration + 1 == num_iterations or stops
+            if (iteration + 1) % args.checkpoint_interval == 0 or ends:
+                saved = {"args": config, "global_step": global_step, "last_returns": last_returns}
+                saved |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()["state"]}
                 torch.save(saved, folder / "checkpoint.tmp")
-                os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # all or nothing
-                if args.eval_checkpoints and is_cut and not is_last:  # only here: it seeds all
-                    log(writer, evaluate(args, folder), global_step)
-            if report:
-                report(global_step, mean_return)
-            if stop_signals:
-                if rank == 0:
-                    tqdm.write(f"stopped: go on with --resume {folder}", sys.stderr)
-                sys.exit(128 + stop_signals[0])
-        in_loop.close()
-        if rank == 0:
-            seconds, steps = time.perf_counter() - start_time, global_step - start_step
-            score = f"return {mean_return:.1f} over the last {len(last_returns)} episodes"
-            speed = f"{steps:,} steps in {seconds:.1f} s, {steps / seconds:,.0f} steps/s"
-            print(f"{args.env_id}, seed {args.seed}: mean {score}; {speed}; {folder}")
-            if args.eval_episodes:
-                log(writer, evaluate(args, folder), global_step)
-        return mean_return
+                (folder / "checkpoint.tmp").replace(folder / "checkpoint.pt")  # all or nothing
+                envs.close()
+                if args.eval_episodes and (args.eval_checkpoints or ends) and not stops:
+                    writer.add_scalar("eval/return", evaluate(args, folder), global_step)
+            bar.set_postfix_str(f"return {mean_return:.1f}", False)
+            bar.update(batch_size)
+            if ends:
+                break
+    finally:
+        envs.close()
+        writer.close()
+        bar.close()
+    print(f"return {mean_return:.1f} over the last {len(last_returns)} episodes; {folder}")
+    return mean_return
 
 
 if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
-        if folder := args.resume or args.evaluate:  # parse again, by default the run's arguments
-            saved = load_checkpoint(folder)["args"]
-            args = tyro.cli(Args, default=replace(saved, env_kwargs={}))
-            args.env_kwargs = saved.env_kwargs | args.env_kwargs  # tyro merges no dictionaries
+        if folder := args.resume or args.evaluate:  # parse again: the run's arguments are defaults
+            args = tyro.cli(Args, default=load_checkpoint(folder)["args"])
         if args.evaluate:
-            check(args)
             evaluate(args, args.evaluate)
         else:
+            for number in signal.valid_signals() & {1, 2, 15}:  # SIGHUP, SIGINT, SIGTERM
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores the first
+                    signal.signal(number, stop)
             train(args)
-    except (UsageError, OSError) as error:
+    except (UsageError, ModuleNotFoundError) as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,0 +1,147 @@
+"""Fast vector environments for ppo.py and ppo_continuous.py, through gymnasium's registry.
+
+    python ppo.py --vectorization vector_entry_point --env-id variants.fast_envs:Arrays/CartPole-v1
+    python ppo_continuous.py --vectorization vector_entry_point \
+        --env-id variants.fast_envs:EnvPool/HalfCheetah-v5
+
+The part before the colon is this module, found from the script's folder. Where both lie in one
+folder, it is `fast_envs:EnvPool/HalfCheetah-v5`.
+
+`EnvPool/ID` is EnvPool's version of gymnasium's ID, for each of `IDS` below, in C++ threads. It
+needs `pip install envpool` (tested with 1.2.5). The keywords in --env-kwargs are EnvPool's, and so
+is what `infos` has. It pays from 16 environments on for HalfCheetah, from 64 on for CartPole.
+
+`Arrays/CartPole-v1` is gymnasium's CartPole, all environments in one array. It pays from 16 on.
+
+With `--vectorization sync` or `async`, and for videos, each id is gymnasium's own environment.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.spaces import Box, Space
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+# Not Humanoid-v4 and HumanoidStandup-v4: EnvPool's have no contact forces.
+IDS = """
+    CartPole-v0 CartPole-v1 Acrobot-v1 MountainCar-v0 MountainCarContinuous-v0 Pendulum-v1
+    LunarLander-v3 LunarLanderContinuous-v3 BipedalWalker-v3 BipedalWalkerHardcore-v3
+    Ant-v4 HalfCheetah-v4 Hopper-v4 InvertedDoublePendulum-v4 InvertedPendulum-v4 Reacher-v4
+    Swimmer-v4 Walker2d-v4
+    Ant-v5 HalfCheetah-v5 Hopper-v5 Humanoid-v5 HumanoidStandup-v5 InvertedDoublePendulum-v5
+    InvertedPendulum-v5 Pusher-v5 Reacher-v5 Swimmer-v5 Walker2d-v5
+"""
+NO_LIMIT = 10**9
+
+
+def float32(space: Space) -> Space:
+    """The space, with float32 in place of float64."""
+    return Box(space.low, space.high, dtype=np.float32) if isinstance(space, Box) else space
+
+
+class FastEnvs(VectorEnv):
+    """Gives environments that can reset some of theirs a limit of steps and same-step resets.
+
+    `make(rng)` makes them at each reset with a seed. Theirs would be another limit: EnvPool takes a
+    failure at its limit for a truncation.
+    """
+
+    def __init__(self, make: Callable, spaces: tuple, num_envs: int, limit: int) -> None:
+        self.make, self.envs, self.num_envs = make, None, num_envs
+        self.limit = NO_LIMIT if limit == -1 else limit
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.single_observation_space, self.single_action_space = map(float32, spaces)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        super().reset(seed=seed)
+        if self.envs is None or seed is not None:
+            self.envs = self.make(self.np_random)
+        self._elapsed_steps = np.zeros(self.num_envs, int)
+        obs, infos = self.envs.reset()
+        return obs.astype(np.float32), infos
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminations, _, infos = self.envs.step(actions)
+        obs = obs.astype(np.float32)  # a copy
+        self._elapsed_steps += 1
+        truncations = self._elapsed_steps >= self.limit
+        dones = terminations | truncations
+        if dones.any():
+            infos |= {"final_obs": obs.copy(), "_final_obs": dones}
+            obs[dones], _ = self.envs.reset(options={"reset_mask": dones})
+            self._elapsed_steps[dones] = 0
+        return obs, rewards, terminations, truncations, infos
+
+    def set_attr(self, name: str, values: list) -> None:
+        """Set an attribute of each environment: `_elapsed_steps`, to stagger them."""
+        setattr(self, name, np.array(values))
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self.envs = None  # ends EnvPool's threads
+
+
+def make_pool(env_id: str, num_envs: int, max_episode_steps: int = -1, **kwargs: Any) -> FastEnvs:
+    """EnvPool's environments, whose seeds can be given only where they are made."""
+    try:
+        import envpool
+
+        kwargs |= {"num_envs": num_envs, "max_episode_steps": NO_LIMIT}
+        spec = envpool.make_spec(env_id, **kwargs)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"EnvPool/{env_id} needs pip install envpool") from error
+    except (AssertionError, TypeError) as error:  # an unknown id or keyword
+        raise gym.error.Error(str(error)) from error
+
+    def make(rng: np.random.Generator) -> VectorEnv:
+        seeds = rng.integers(2**31, size=num_envs).tolist()
+        return envpool.make_gymnasium(env_id, seed=seeds, **kwargs)
+
+    spaces = spec.gymnasium_observation_space, spec.gymnasium_action_space
+    return FastEnvs(make, spaces, num_envs, max_episode_steps)
+
+
+class CartPoles(CartPoleVectorEnv):
+    """gymnasium's CartPole on arrays, which can reset some."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        if options is None:
+            return super().reset(seed=seed)
+        mask = options["reset_mask"]
+        self.state[:, mask] = self.np_random.uniform(self.low, self.high, (4, mask.sum()))
+        self.prev_done[mask] = False  # or the next step would reset it again
+        return self.state.T[mask], {}
+
+
+def make_cartpoles(num_envs: int, max_episode_steps: int = -1, **kwargs: Any) -> FastEnvs:
+    """CartPole on arrays."""
+    envs = CartPoles(num_envs, NO_LIMIT, **kwargs)
+
+    def make(rng: np.random.Generator) -> VectorEnv:
+        envs.np_random = rng
+        return envs
+
+    spaces = envs.single_observation_space, envs.single_action_space
+    return FastEnvs(make, spaces, num_envs, max_episode_steps)
+
+
+def make_single(env_id: str, **kwargs: Any) -> gym.Env:
+    """gymnasium's environment, without the wrappers that `gym.make` adds again."""
+    return gym.make(env_id, **kwargs).unwrapped
+
+
+entry_points = {f"EnvPool/{env_id}": partial(make_pool, env_id) for env_id in IDS.split()}
+for name, entry_point in (entry_points | {"Arrays/CartPole-v1": make_cartpoles}).items():
+    env_id = name.split("/")[1]
+    gym.register(
+        name,
+        partial(make_single, env_id),
+        max_episode_steps=gym.spec(env_id).max_episode_steps,
+        vector_entry_point=entry_point,
+    )
