@@ -1,16 +1,21 @@
 """What people change first: each change works as meant, or fails loudly."""
 
-import itertools
-import json
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SHORT, kept_batches, load, only_run, same_weights
+from conftest import ROOT
+from helpers import SHORT, kept_batches, load, only_run, scalars, watching
+from torch import nn
+
+MLPS = ["ppo", "ppo_continuous"]
+CRITIC = "        self.critic = nn.Sequential("
+LOOP = "            if args.anneal_lr:  # detail 4"
 
 
 def hacked(name: str, *changes: tuple[str, str]) -> ModuleType:
@@ -29,404 +34,267 @@ def run(module: ModuleType, **flags: Any) -> None:
     module.train(module.Args(**SHORT[module.__name__.removesuffix("_hacked")] | flags))
 
 
-def watched(
-    module: ModuleType, probe: Callable[..., Any] | None = None, **flags: Any
-) -> list[SimpleNamespace]:
-    """Train. At each iteration's first gradient step: the stored rollout, the noise it was acted
-    with, and what the agent of the moment, and the probe, say of both.
-    """
-    sample_noise, update = module.Agent.sample_noise, module.update
-    noises, rollouts = [], []
+def by_pytorch(agent: Any, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """The actions, as the networks that learn give them."""
+    if hasattr(agent, "log_std"):
+        return agent.actor(obs) + agent.log_std.exp() * noise
+    return (agent.get_logits(obs, agent.actor) + noise).argmax(-1)
 
-    def keep_noise(agent: Any, *shape: int) -> torch.Tensor:
-        noises.append(sample_noise(agent, *shape))
+
+def rollouts(
+    module: ModuleType, probe: Callable = by_pytorch, **flags: Any
+) -> list[SimpleNamespace]:
+    """Train. Of each iteration: the rollout, and the actions that the probe says of the agent."""
+    sample_noise, noises, kept = module.Agent.sample_noise, [], []
+
+    def keep_noise(*args: Any) -> np.ndarray:
+        noises.append(sample_noise(*args))
         return noises[-1]
 
-    def watch(agent: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
-        if not rollouts or not torch.equal(batch.obs, rollouts[-1].obs):
-            obs, noise = batch.obs.clone(), noises[-1].flatten(0, 1)
+    def see(agent: Any, batch: Any, indices: torch.Tensor) -> None:
+        if len(kept) < len(noises):
+            noise = torch.tensor(noises[-1]).flatten(0, 1)
             with torch.no_grad():
-                logprobs = agent.evaluate_actions(obs.clone(), batch.actions)[0]
-                seen = {"expected": agent.get_action(obs.clone(), noise), "agent": agent}
-                seen["probed"] = probe and probe(agent, obs.clone(), noise)
-            seen |= {"ratio": (logprobs - batch.logprobs).exp(), "actions": batch.actions.clone()}
-            rollouts.append(SimpleNamespace(obs=obs, noise=noise, **seen))
-        return update(agent, optimizer, batch, *rest)
+                actions = {name: x(agent, batch.obs, noise) for name, x in probes.items()}
+            kept.append(SimpleNamespace(obs=batch.obs, taken=batch.actions, agent=agent, **actions))
 
-    module.Agent.sample_noise, module.update = keep_noise, watch
-    run(module, **flags)
-    assert len(rollouts) > 1
-    return rollouts
+    probes = {"expected": by_pytorch, "probed": probe}
+    module.Agent.sample_noise = keep_noise
+    with watching(module, see):
+        run(module, **flags)
+    assert len(kept) > 1
+    return kept
 
 
-def assert_acts_as_it_learns(rollouts: list[SimpleNamespace]) -> None:
-    """The actions are those of the agent that learns, and so are their log-probabilities."""
-    for rollout in rollouts:
-        if rollout.actions.is_floating_point():
-            torch.testing.assert_close(rollout.actions, rollout.expected, rtol=1e-4, atol=1e-4)
+def assert_acts_as_it_learns(kept: list[SimpleNamespace]) -> None:
+    """The actions taken are those of the networks that learn."""
+    for rollout in kept:
+        if rollout.taken.is_floating_point():
+            torch.testing.assert_close(rollout.taken, rollout.expected, rtol=1e-4, atol=1e-4)
         else:  # rounding may decide between actions of the same probability
-            assert (rollout.actions == rollout.expected).float().mean() > 0.999
-        ones = torch.ones_like(rollout.ratio)
-        torch.testing.assert_close(rollout.ratio, ones, rtol=1e-3, atol=1e-3)
+            assert (rollout.taken == rollout.expected).float().mean() > 0.999
 
 
-def trained(module: ModuleType, **flags: Any) -> tuple[dict, Any]:
-    """The parameters of the agent as it was made, and the agent as it was trained."""
-    make, made = module.Agent, []
-
-    def keep(*args: Any) -> Any:
-        agent = make(*args)
-        made.append(({name: x.clone() for name, x in agent.state_dict().items()}, agent))
-        return agent
-
-    module.Agent = keep
-    run(module, **flags)
-    return made[0]
+@pytest.mark.parametrize("name", MLPS)
+def test_layers(name: str) -> None:
+    """Normalized layers with another activation act as they learn, and their weights move."""
+    kept = rollouts(hacked(name, ("nn.Tanh(),", "nn.LayerNorm(64), nn.ReLU(),")))
+    assert_acts_as_it_learns(kept)
+    for network in (kept[-1].agent.actor, kept[-1].agent.critic):
+        norms = [x.weight for x in network if isinstance(x, nn.LayerNorm)]
+        assert len(norms) == 2
+        assert all((x != 1).any() for x in norms)
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
-def test_activation(name: str) -> None:
-    """Another activation is what acts and what learns."""
-    rollouts = watched(hacked(name, ("nn.Tanh()", "nn.GELU()")))
-    assert_acts_as_it_learns(rollouts)
-    agent, obs = rollouts[-1].agent, rollouts[-1].obs
-    if name == "ppo_continuous":
-        obs = agent.normalize(obs, agent.obs_statistics.mean, agent.obs_statistics.std)
-    for layer in (agent.critic[0], torch.nn.functional.gelu, agent.critic[2]):
-        obs = layer(obs)
-    obs = agent.critic[4](torch.nn.functional.gelu(obs)).squeeze(-1)
-    torch.testing.assert_close(agent.get_value(rollouts[-1].obs.clone()), obs)
+@pytest.mark.parametrize("vf_coef", [0.0, 0.5])
+def test_shared_trunk(vf_coef: float) -> None:
+    """Layers that actor and critic share learn from both losses, and act."""
+    module = hacked("ppo")
+
+    class Shared(module.Agent):
+        def __init__(self, envs: Any) -> None:
+            super().__init__(envs)
+            self.actor[0] = self.critic[0]
+
+    module.Agent = Shared
+    kept = rollouts(module, vf_coef=vf_coef, norm_adv=False, total_timesteps=1024)
+    agent = kept[-1].agent
+    assert agent.actor[0] is agent.critic[0]
+    assert_acts_as_it_learns(kept)
+    assert (agent.actor[0].bias != 0).any()
+    assert (agent.critic[2].bias != 0).any() == (vf_coef > 0)
+    saved = module.load_checkpoint(only_run())["optimizer"]
+    assert len(saved) == len([*agent.parameters()]) == 10  # not 12
 
 
-def test_activation_learns() -> None:
-    """GELU balances CartPole's pole."""
-    module = hacked("ppo", ("nn.Tanh()", "nn.GELU()"))
-    flags = {"total_timesteps": 20_480, "learning_rate": 2e-3, "eval_episodes": 0}
-    assert module.train(module.Args(**flags)) > 100  # 22 by chance
-
-
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
-def test_layernorm(name: str) -> None:
-    """Normalized layers act as they learn, and their weights move."""
-    module = hacked(name, ("nn.Tanh(),", "nn.LayerNorm(64), nn.Tanh(),"))
-    rollouts = watched(module)
-    assert_acts_as_it_learns(rollouts)
-    weights = [x.weight for x in rollouts[-1].agent.actor if isinstance(x, torch.nn.LayerNorm)]
-    assert len(weights) == 2
-    assert all((x != 1).any() for x in weights)
-
-
-def test_clamp() -> None:
-    """Observations clipped closer are what acts, too: by hand, and not as it was before."""
-
-    def act(agent: Any, obs: torch.Tensor, noise: torch.Tensor) -> list[torch.Tensor]:
-        statistics, std = agent.obs_statistics, agent.log_std.exp()
-        x = (obs - statistics.mean) / statistics.var.sqrt()
-        return [agent.actor(x.clamp(-limit, limit)) + noise * std for limit in (0.1, 10)]
-
-    change = "/ std).clip(-10, 10)", "/ std).clip(-0.1, 0.1)"
-    rollouts = watched(hacked("ppo_continuous", change), act)
-    assert_acts_as_it_learns(rollouts)
-    for rollout in rollouts:
-        now, before = rollout.probed
-        torch.testing.assert_close(rollout.actions, now, rtol=1e-4, atol=1e-4)
-    assert (now - before).abs().max() > 0.01
-
-
-APART = """
-    def finish_iteration(self, obs: Tensor) -> dict[str, float]:
-        loss = self.predictor(obs).square().mean()
-        for x in torch.autograd.grad(loss, self.predictor.parameters()):
-            assert x.abs().max() > 0
-        with torch.no_grad():
-            self.predictor.bias += 1
-        return {}
-
-"""
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_unused_parameters(compile: bool) -> None:
-    """The optimizer leaves alone what the loss doesn't use, which may be trained apart."""
-    module = hacked(
-        "ppo",
-        (
-            "        self.critic = nn.Sequential(",
-            "        self.unused = nn.Linear(obs_size, 3)\n"
-            "        self.predictor = nn.Linear(obs_size, 3)\n"
-            "        self.critic = nn.Sequential(",
-        ),
-        ("\n\nBatch = namedtuple", f"{APART}\nBatch = namedtuple"),  # it replaces the method
-    )
-    before, agent = trained(module, compile=compile)
-    after = agent.state_dict()
-    for name in ("unused.weight", "unused.bias", "predictor.weight"):
-        assert torch.equal(after[name], before[name])
-    expected = before["predictor.bias"]
-    for _ in range(4):  # iterations
-        expected = expected + 1
-    assert torch.equal(after["predictor.bias"], expected)
-    assert not torch.equal(after["actor.0.weight"], before["actor.0.weight"])
-
-
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+@pytest.mark.parametrize("name", MLPS)
 def test_forward_hook(name: str) -> None:
     """A hook that changes what a layer gives does so where it acts and where it learns."""
     hook = "lambda module, args, output: output + 2 * output.square()"
-    critic = "        self.critic = nn.Sequential("
-    change = f"        self.actor[1].register_forward_hook({hook})\n{critic}"
+    change = f"        self.actor[1].register_forward_hook({hook})\n{CRITIC}"
 
     def without(agent: Any, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         hooks, agent.actor[1]._forward_hooks = agent.actor[1]._forward_hooks, OrderedDict()
-        actions = agent.get_action(obs, noise)
+        actions = by_pytorch(agent, obs, noise)
         agent.actor[1]._forward_hooks = hooks
         return actions
 
-    rollouts = watched(hacked(name, (critic, change)), without)
-    assert_acts_as_it_learns(rollouts)
-    assert any((x.actions - x.probed).abs().max() > 0.01 for x in rollouts)
+    kept = rollouts(hacked(name, (CRITIC, change)), without)
+    assert_acts_as_it_learns(kept)
+    assert any((x.taken - x.probed).abs().max() > 0.01 for x in kept)
 
 
-NORMALIZE = "obs = self.normalize(obs, self.obs_statistics.mean, self.obs_statistics.std)"
-IN_PLACE = {
-    "get_value": ("ppo", [("self.critic(obs)", "self.critic(obs{})")]),
-    "acting": (
-        "ppo",
-        [
-            ("self.actor(obs)) + noise", "self.actor(obs{})) + noise"),
-            (" actor(obs)) + noise", " actor(obs{})) + noise"),
-            ("self.actor(obs)).log_softmax", "self.actor(obs / 2)).log_softmax"),
-        ],
-    ),
-    "evaluate_actions": (
-        "ppo",
-        [
-            ("self.actor(obs)) + noise", "self.actor(obs / 2)) + noise"),
-            (" actor(obs)) + noise", " actor(obs / 2)) + noise"),
-            ("self.actor(obs)).log_softmax", "self.actor(obs{})).log_softmax"),
-            ("self.get_value(obs)\n", "self.get_value(obs_before)\n"),
-            (
-                "        logprobs = self.get_logits(",
-                "        obs_before = obs.clone()\n        logprobs = self.get_logits(",
-            ),
-        ],
-    ),
-    "continuous": (
-        "ppo_continuous",
-        [(f"{NORMALIZE}\n        return self.critic(obs)", "return self.critic(obs{})")],
-    ),
-}
+UNUSED = CRITIC, f"        self.unused = nn.Parameter(torch.ones(3))\n{CRITIC}"
 
 
-@pytest.mark.parametrize("place", IN_PLACE)
-def test_in_place(place: str) -> None:
-    """Observations changed in place within the agent stay as the environment gave them, or PyTorch
-    refuses, as where the actor's gradient needs what the critic changes.
-    """
-    name, changes = IN_PLACE[place]
-    apart = watched(hacked(name, *((old, new.format(".__truediv__(2)")) for old, new in changes)))
-    assert_acts_as_it_learns(apart)
-    module = hacked(name, *((old, new.format(".__itruediv__(2)")) for old, new in changes))
-    if place == "get_value":
-        with pytest.raises(RuntimeError, match="inplace"):
-            run(module)
-        return
-    in_place = watched(module)
-    for a, b in zip(apart, in_place, strict=True):
-        assert torch.equal(a.obs, b.obs)
-        assert torch.equal(a.actions, b.actions)
-    assert same_weights(apart[-1].agent, in_place[-1].agent)
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
+@pytest.mark.parametrize("name", MLPS)
+def test_unused_parameters(name: str, optimizer: str) -> None:
+    """What the loss doesn't use stays under Adam; under AdamW it decays by 0.01 of the rate."""
+    module = hacked(name, UNUSED, ("optim.Adam(", f"optim.{optimizer}("))
+    flags = {"learning_rate": 0.1, "anneal_lr": False, "update_epochs": 1, "target_kl": None}
+    kept = rollouts(module, **flags)
+    steps = len(kept) * module.Args(**SHORT[name]).num_minibatches
+    expected = 1.0 if optimizer == "Adam" else (1 - 0.1 * 0.01) ** steps
+    unused = module.load_checkpoint(only_run())["agent"]["unused"]
+    torch.testing.assert_close(unused, torch.full((3,), expected))
+    assert (kept[-1].agent.critic[-1].bias != 0).all()
 
 
-TEMPERED = {  # in get_action, and in make_act
-    "ppo": [
-        ("self.actor(obs)) + noise", "self.actor(obs)) + self.temperature * noise"),
-        (" actor(obs)) + noise", " actor(obs)) + self.temperature * noise"),
-    ],
-    "ppo_continuous": [
-        ("noise * log_std.exp()", "self.temperature * noise * log_std.exp()"),
-        ("noise * np.exp(log_std)", "self.temperature * noise * np.exp(log_std)"),
-    ],
-}
+def test_frozen_layer() -> None:
+    """A layer without gradients stays as it is, and the others learn."""
+    module, before = hacked("ppo"), []
 
+    class Frozen(module.Agent):
+        def __init__(self, envs: Any) -> None:
+            super().__init__(envs)
+            self.critic[0].requires_grad_(False)
+            before.append({name: x.clone() for name, x in self.state_dict().items()})
 
-def tempered(name: str, *changes: tuple[str, str]) -> ModuleType:
-    """A script with these changes, whose agent's temperature falls after every iteration."""
-    actor = "        self.actor = nn.Sequential("
-    finish = "    def finish_iteration(self, obs: Tensor) -> dict[str, float]:\n"
-    return hacked(
-        name,
-        *changes,
-        (actor, f"        self.temperature = 1.0\n{actor}"),
-        (finish, f"{finish}        self.temperature /= 10\n"),
-    )
-
-
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
-def test_state_that_changes(name: str) -> None:
-    """An attribute that changes after an iteration does so where it acts, too, in the next one."""
-
-    def before(agent: Any, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        return agent.get_action(obs, noise * 10)  # as it was an iteration before
-
-    rollouts = watched(tempered(name, *TEMPERED[name]), before)
-    assert_acts_as_it_learns(rollouts)
-    for rollout in rollouts[1:]:
-        assert (rollout.actions - rollout.probed).abs().max() > 1e-3
-    assert rollouts[-1].agent.temperature == pytest.approx(1e-4)
-
-
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
-def test_acting_changed_in_one_place(name: str, place: int) -> None:
-    """Where only one of get_action and make_act is changed, the run stops, and names both."""
-    with pytest.raises(AssertionError, match="make_act and get_action differ"):
-        run(tempered(name, TEMPERED[name][place]))
+    module.Agent = Frozen
+    run(module)
+    after = module.load_checkpoint(only_run())["agent"]
+    same = {name for name, x in before[0].items() if torch.equal(x, after[name])}
+    assert same == {"critic.0.weight", "critic.0.bias"}
 
 
 def test_two_learning_rates() -> None:
-    """Each group learns at its own falling rate; what is frozen stays."""
-    module = hacked(
-        "ppo",
-        (
-            "Adam(agent.parameters(),",
-            "Adam([{'params': agent.actor.parameters()},"
-            " {'params': agent.critic.parameters(), 'lr': 4e-3}],",
-        ),
-        (
-            "        # Choices with fewer",
-            "        self.critic[0].requires_grad_(False)\n        # Choices with fewer",
-        ),
-    )
+    """The first group's rate falls, the second keeps its own; Adam's first step is the rate."""
+    groups = """Adam([
+        {"params": agent.actor.parameters()},
+        {"params": agent.critic.parameters(), "lr": torch.tensor(4e-3)},
+    ],"""
+    module = hacked("ppo", ("Adam(agent.parameters(),", groups))
     update, steps = module.update, []
 
-    def watch(agent: Any, optimizer: Any, *rest: Any) -> Any:
-        before = [[x.clone() for x in group["params"]] for group in optimizer.param_groups]
+    def watch(agent: Any, optimizer: Any, *rest: Any) -> dict:
+        biases = agent.actor[-1].bias, agent.critic[-1].bias
+        before = [x.detach().clone() for x in biases]
         metrics = update(agent, optimizer, *rest)
-        moves = [
-            max((x - y).abs().max().item() for x, y in zip(old, group["params"], strict=True))
-            for old, group in zip(before, optimizer.param_groups, strict=True)
-        ]
+        moves = [(x - y).abs().max().item() for x, y in zip(biases, before, strict=True)]
         steps.append((moves, [float(group["lr"]) for group in optimizer.param_groups]))
         return metrics
 
     module.update = watch
-    before, agent = trained(module, learning_rate=1e-3)
-    after = agent.state_dict()
-    for i, (_, rates) in enumerate(steps):  # 4 iterations of 16 steps
-        rate = 1e-3 * (1 - i // 16 / 4)
-        assert rates == pytest.approx([rate, 4 * rate])
+    run(module, learning_rate=1e-3)
     assert len(steps) == 64
-    assert steps[0][0] == pytest.approx([1e-3, 4e-3], rel=0.1)  # Adam's first step is its rate
-    assert torch.equal(after["critic.0.weight"], before["critic.0.weight"])
-    assert not torch.equal(after["critic.2.weight"], before["critic.2.weight"])
+    for i, (_, rates) in enumerate(steps):  # 4 iterations of 16 steps
+        assert rates == pytest.approx([1e-3 * (1 - i // 16 / 4), 4e-3])
+    assert steps[0][0] == pytest.approx([1e-3, 4e-3], rel=0.1)
 
 
-def test_monte_carlo() -> None:
-    """Returns summed up by hand in GAE's place are GAE's with a lambda of 1, at cuts, too."""
-    trace = "advantages[t] = advantage = deltas[t] + discounts[t] * advantage"
-    by_hand = """target = scaled_rewards[t] + args.gamma * ~dones[t] * target
-                        target += args.gamma * next_values[t] * truncations[t]
-                        advantages[t] = target - values[t]"""
-    loop = "                    for t in reversed(range(args.num_steps)):"
-    start = f"                    target = last_values[:local_num_envs]\n{loop}"
-    flags = {"checkpoint_interval": 1, "eval_episodes": 0}
-    expected = watched_advantages(hacked("ppo"), gae_lambda=1.0, **flags)
-    found = watched_advantages(hacked("ppo", (trace, by_hand), (loop, start)), **flags)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+def test_module_outside_the_agent() -> None:
+    """A parameter that isn't the agent's, but in optimizer and loss, learns: here towards 3."""
+    module = hacked(
+        "ppo",
+        ("class Agent(", "OUTSIDE = nn.Parameter(torch.ones(()))\n\n\nclass Agent("),
+        ("Adam(agent.parameters(),", "Adam([*agent.parameters(), OUTSIDE],"),
+        ("    loss = policy_loss", "    loss = (OUTSIDE - 3).square() + policy_loss"),
+    )
+    seen = []
+    with watching(module, lambda *_: seen.append(module.OUTSIDE.item())):
+        run(module, learning_rate=1e-2, anneal_lr=False)
+    assert seen[1] == pytest.approx(1.01, abs=1e-3)  # Adam's first step is its rate
+    assert seen == sorted(seen)
+    assert 1.2 < seen[-1] < 3
 
 
-def watched_advantages(module: ModuleType, **flags: Any) -> torch.Tensor:
-    """Train without learning; the advantages of all iterations."""
+def test_masked_logits() -> None:
+    """An action that get_logits alone rules out is never taken, nor in the entropy."""
+    logits = "logits = actor(obs)\n        logits[..., 1] = -1e9\n        return logits"
+    module = hacked("ppo", ("return actor(obs)", logits))
+    kept = rollouts(module, env_id="Acrobot-v1", eval_episodes=1)
+    assert_acts_as_it_learns(kept)
+    assert all(set(x.taken.tolist()) == {0, 2} for x in kept)
+    entropies = [x for _, x in scalars("losses/entropy")]
+    assert entropies == pytest.approx([np.log(2)] * 4, abs=0.1)  # of three actions: 1.1
+
+
+def test_logged_info() -> None:
+    """A key of an episode's last info is where gymnasium puts it: a third, on slippery ice."""
+    start = 'charts = {"charts/episodic_return": total'
+    prob = (
+        'charts = {"charts/prob": infos["final_info"]["prob"][i], "charts/episodic_return": total'
+    )
+    run(hacked("ppo", (start, prob)), env_id="FrozenLake-v1")
+    logged = scalars("charts/prob")
+    assert [x for _, x in logged] == pytest.approx([1 / 3] * len(logged))
+    assert [step for step, _ in logged] == [step for step, _ in scalars("charts/episodic_return")]
+    assert len(logged) > 50
+
+
+def test_normalized_by_a_wrapper() -> None:
+    """gymnasium's NormalizeObservation, put where the comment says, is what the agent sees."""
+    wrap = "        return FlattenObservation(env)"
+    added = f"        env = gym.wrappers.NormalizeObservation(env)\n{wrap}"
+    for changes, low, high in (([], 0, 0.2), ([(wrap, added)], 0.5, 2)):
+        module = hacked("ppo", *changes)
+        with kept_batches(module) as batches:
+            run(module, env_id="MountainCar-v0")
+        deviations = batches[-1].obs.std(0)
+        assert ((low < deviations) & (deviations < high)).all()
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_overwritten_observations(name: str) -> None:
+    """Observations in an array that the environment uses again are kept as they were."""
+    module, valued = hacked(name), []
+    get_value = module.Agent.get_value
+
+    def keep(agent: Any, obs: torch.Tensor) -> torch.Tensor:
+        valued.append(obs.flatten().tolist())
+        return get_value(agent, obs)
+
+    module.Agent.get_value = keep
+    kwargs = '{"continuous": true}' if name == "ppo_continuous" else "{}"
+    flags = {"num_envs": 1, "num_steps": 16, "num_minibatches": 1, "total_timesteps": 16}
+    flags |= {"stagger": False, "update_epochs": 1} if name == "ppo_continuous" else {}
     with kept_batches(module) as batches:
-        run(module, learning_rate=1e-30, **flags)
-    return torch.stack([batch.advantages for batch in batches])
+        run(module, env_id="probe_envs:Overwriting-v0", env_kwargs=kwargs, **flags)
+    assert batches[0].obs.flatten().tolist() == [0, 1, 2, 3, 4, 5, 6] * 2 + [0, 1]
+    assert [7, 7, 2] in valued  # where the next observation isn't the next row
 
 
-def test_flag_that_falls() -> None:
-    """A flag that falls during the training is as it was in the checkpoint, for a resumed run."""
-    annealed = "            if args.anneal_lr:  # detail 4; overwrites any other schedule\n"
-    falls = "            args.ent_coef = 0.01 * (1 - iteration / num_iterations)\n"
-    run(hacked("ppo", (annealed, falls + annealed)), ent_coef=0.01)
-    saved = torch.load(only_run() / "checkpoint.pt", weights_only=True)
-    assert json.loads(saved["args"])["ent_coef"] == 0.01
+LOGPROB = "gather(-1, actions[:, None]).squeeze(-1)", "gather(-1, actions[:, None])"
+ENTROPY = "log_softmax).sum(-1)", "log_softmax).sum(-1, True)"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, ("self.critic(obs).squeeze(-1)", "self.critic(obs)")) for name in MLPS),
+        ("ppo_atari", ("self.critic(features).squeeze(-1)", "self.critic(features)")),
+        *((name, change) for name in ("ppo", "ppo_atari") for change in (LOGPROB, ENTROPY)),
+        ("ppo_continuous", ("deviations.square().sum(-1)", "deviations.square().sum(-1, True)")),
+    ],
+)
+def test_wrong_shapes(name: str, change: tuple[str, str]) -> None:
+    """A column in place of a vector, which would broadcast to all pairs, stops the run."""
+    module = hacked(name, change)
+    with pytest.raises((AssertionError, TypeError)):
+        run(module, total_timesteps=512)
+    assert not (only_run() / "checkpoint.pt").exists()
 
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_clip_coef_that_falls(compile: bool) -> None:
-    """The ratio is clipped to the range of the moment, in a compiled gradient step, too."""
-    annealed = "            if args.anneal_lr:  # detail 4; overwrites any other schedule\n"
+    """The ratio is clipped to the range of the moment, in a compiled gradient step, too.
+
+    The checkpoint has the flag as it was given.
+    """
     falls = "            args.clip_coef = 0.01 * (1 - iteration / num_iterations)\n"
     metric = '            "losses/clipfrac"'
-    module = hacked(
-        "ppo",
-        (annealed, falls + annealed),
-        (metric, f'            "widest": (clipped_ratio - 1).abs().max(),\n{metric}'),
+    widest = f'            "losses/widest": (clipped_ratio - 1).abs().max(),\n{metric}'
+    module = hacked("ppo", (LOOP, falls + LOOP), (metric, widest))
+    # With one minibatch, the second epoch's ratios are as far as the range goes.
+    run(
+        module,
+        learning_rate=0.1,
+        clip_coef=0.01,
+        num_minibatches=1,
+        update_epochs=2,
+        compile=compile,
     )
-    update, widest = module.update, []
-
-    def watch(agent: Any, optimizer: Any, batch: Any, indices: Any, args: Any) -> Any:
-        metrics = module.inner(agent, optimizer, batch, indices, args)
-        widest.append((args.clip_coef, metrics["widest"].item()))
-        return metrics
-
-    module.inner = torch.compile(update, disable=not compile)
-    module.update = watch
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        run(module, learning_rate=1e-2)
-    by_iteration = dict(max(group) for _, group in itertools.groupby(widest, lambda x: x[0]))
-    assert len(by_iteration) == 4
-    for clip_coef, found in by_iteration.items():
-        assert found == pytest.approx(clip_coef, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["ppo", "ppo_atari"])
-def test_resumed_with_another_optimizer(name: str) -> None:
-    """Adam's moments of other parameters are refused."""
-    run(hacked(name))
-    module = hacked(name, ("Adam(agent.parameters(),", "Adam([*agent.parameters()][::-1],"))
-    with pytest.raises(module.UsageError, match="the optimizer's order differs"):
-        run(module, resume=str(only_run()), total_timesteps=10**5)
-
-
-def test_dropout() -> None:
-    """The greedy evaluation has none, and so is the same each time."""
-    bias = "        # Choices with fewer"
-    module = hacked("ppo", (bias, f"        self.actor.insert(4, nn.Dropout())\n{bias}"))
-    agents, make = [], module.Agent
-
-    def keep(*args: Any) -> Any:
-        agents.append(make(*args))
-        return agents[-1]
-
-    run(module, total_timesteps=512, num_steps=128)
-    module.Agent = keep
-    module.evaluate(module.Args(eval_episodes=1), only_run())
-    obs = torch.randn(100, 4)
-    logits = [agents[0].actor(obs) for _ in range(2)]
-    assert torch.equal(*logits)
-
-
-def test_value_changed_in_one_place() -> None:
-    """A critic of its own must be the critic everywhere."""
-    head = "        self.critic = layer_init(nn.Linear(512, 1), std=1.0)\n"
-    other = "        self.other = layer_init(nn.Linear(512, 1), std=1.0)\n"
-    value = ("self.critic(self.get_features(obs))", "self.other(self.get_features(obs))")
-    module = hacked("ppo_atari", (head, head + other), value)
-    with pytest.raises(AssertionError, match="get_value and evaluate_actions differ"):
-        run(module)
-    run(hacked("ppo_atari", (head, head + other), value, ("self.critic(f", "self.other(f")))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("gather(-1, actions[..., None]).squeeze(-1)", "gather(-1, actions[..., None])"),
-        ("-(logprobs.exp() * logprobs).sum(-1)", "-(logprobs.exp() * logprobs).sum(-1, True)"),
-        ("self.critic(features).squeeze(-1)", "self.critic(features)"),
-    ],
-)
-def test_wrong_shapes(change: tuple[str, str]) -> None:
-    """A column in place of a vector would broadcast to all pairs."""
-    with pytest.raises(AssertionError, match=r"not \(B,\)|get_value and evaluate_actions differ"):
-        run(hacked("ppo_atari", change), num_minibatches=1)
+    means = [x for _, x in scalars("losses/widest")]  # of the first epoch, 0, and the second
+    assert means == pytest.approx([0.005, 0.00375, 0.0025, 0.00125], rel=1e-3)
+    assert module.load_checkpoint(only_run())["args"].clip_coef == 0.01

@@ -98,12 +98,12 @@ class UsageError(Exception):
 
 def check(args: Args) -> None:
     """Raise `UsageError` for numbers that can't work."""
-    positive = "num_envs num_steps num_minibatches update_epochs checkpoint_interval"
+    counts = "num_envs num_steps num_minibatches update_epochs checkpoint_interval"
     positive += " hidden_size sequence_length"
-    others = "seed num_threads eval_episodes learning_rate clip_coef ent_coef vf_coef max_grad_norm"
-    for names, low, high in (positive, 1, 1e9), (others, 0, 1e9), ("gamma gae_lambda", 0, 1):
+    rest = "seed num_threads eval_episodes learning_rate clip_coef ent_coef vf_coef max_grad_norm"
+    for names, low, high in (counts, 1, 1e9), (rest, 0, 1e9), ("gamma gae_lambda target_kl", 0, 1):
         for name in names.split():
-            if not low <= getattr(args, name) <= high:  # nan isn't
+            if not low <= (getattr(args, name) or 0) <= high:  # nan isn't
                 raise UsageError(f"{name} must be {low} to {high:g}, not {getattr(args, name)}")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
@@ -191,7 +191,7 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self) -> Tensor:
-        return (self.var + 1e-8).sqrt()
+        return (self.var + 1e-8) ** 0.5
 
     def update(self, samples: Tensor) -> None:
         """Take in samples, (B, *shape) (Chan et al. 1979, equation 1.5)."""
@@ -199,7 +199,7 @@ class RunningMeanStd(nn.Module):
         self.count += len(samples)
         share, delta = len(samples) / self.count, mean - self.mean
         self.mean += share * delta
-        self.var += share * (var - self.var + (1 - share) * delta.square())
+        self.var += share * (var - self.var + (1 - share) * delta**2)
 
     def forward(self, samples: Tensor) -> Tensor:
         return ((samples - self.mean) / self.std).clamp(-10, 10)
@@ -307,17 +307,17 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
     # Value loss
-    squared_errors = (values - returns).square()
+    squared_errors = (values - returns) ** 2
     if args.clip_vloss:  # detail 9
         clipped_values = old_values + (values - old_values).clamp(-clip, clip)
-        squared_errors = torch.max(squared_errors, (clipped_values - returns).square())
+        squared_errors = torch.max(squared_errors, (clipped_values - returns) ** 2)
     value_loss = 0.5 * squared_errors.mean()
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()  # detail 10
     # Not backward() and clip_grad_norm_(): torch.compile can't have those in one graph.
     parameters = [x for group in optimizer.param_groups for x in group["params"] if x.requires_grad]
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-    grad_norm = sum(x.square().sum() for x in gradients).sqrt()
+    grad_norm = sum(x.square().sum() for x in gradients) ** 0.5
     scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)  # detail 11
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = (scale * gradient).contiguous()  # fused Adam needs it for convolutions
@@ -377,7 +377,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
     device, rng = set_up_torch(args), np.random.default_rng(args.seed)
     videos = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S}")
     envs = make_envs(args, 1, videos if args.capture_video else None)
-    agent = Agent(envs, args.log_std_init, args.hidden_size).to(device)
+    agent = Agent(envs, args.log_std_init, args.hidden_size).to(device).eval()
     load_checkpoint(folder, agent)
     act, returns = agent.make_act(), []
     obs, _ = envs.reset(seed=args.seed)
@@ -478,7 +478,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 discounted_returns = 0.0
                 elapsed_steps = rng.integers(limit, size=args.num_envs) * args.stagger
                 is_cut = elapsed_steps > 0  # whether the episode is one that `stagger` cuts
-                if is_cut.any():  # begin with a random part of the time limit used up
+                if any(is_cut):  # begin with a random part of the time limit used up
                     envs.unwrapped.set_attr("_elapsed_steps", list(elapsed_steps))
             if args.anneal_lr:  # detail 4; a second group of parameters keeps its rate
                 share_left = 1 - global_step / args.total_timesteps

@@ -1,0 +1,68 @@
+"""The scripts stay short: a new feature pays by a cut, or becomes a recipe."""
+
+import ast
+import io
+import subprocess
+import tokenize
+
+import pytest
+from conftest import ROOT, SCRIPTS
+
+LINES = {"ppo": 485, "ppo_continuous": 545, "ppo_atari": 505}
+TOKENS = {"ppo": 3850, "ppo_continuous": 4450, "ppo_atari": 4150}
+CHANGED = {"ppo_continuous": 170, "ppo_atari": 215}  # lines, from ppo.py
+FUNCTION = 50  # lines, but for:
+TRAIN = 195
+DENSITY = 11.1  # tokens of a line with code: fewer lines by fuller lines are no gain
+
+LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}
+
+
+def code_tokens(source: str) -> list[tokenize.TokenInfo]:
+    """The tokens of code: no comments, docstrings or layout, and an f-string counts as one."""
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef
+    docstrings = {
+        (node.body[0].lineno, node.body[0].col_offset)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+    }
+    tokens, depth = [], 0  # from Python 3.12 on, an f-string's parts are tokens between two more
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
+        depth -= kind == "FSTRING_END"
+        if depth == 0 and kind not in {*LAYOUT, "FSTRING_END"} and token.start not in docstrings:
+            tokens.append(token)
+        depth += kind == "FSTRING_START"
+    return tokens
+
+
+def test_tokens_are_counted() -> None:
+    """Counted by hand: no docstring, no comment, and one token for all of an f-string."""
+    body = '    """More."""\n    # why\n    return f"{1 + 1} {f()!r:>{3}}"'
+    tokens = code_tokens(f'"""Text."""\n\n\ndef f():\n{body}\n')
+    assert [token.string for token in tokens][:6] == ["def", "f", "(", ")", ":", "return"]
+    assert [token.start[0] for token in tokens] == [4, 4, 4, 4, 4, 7, 7]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_size(name: str) -> None:
+    """Lines, their lengths, tokens, tokens of a line, and lines of each function."""
+    source = (ROOT / f"{name}.py").read_text()
+    lines, tokens = source.splitlines(), code_tokens(source)
+    assert len(lines) <= LINES[name]
+    assert max(map(len, lines)) <= 100
+    assert len(tokens) <= TOKENS[name]
+    assert len(tokens) / len({token.start[0] for token in tokens}) <= DENSITY
+    functions = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.FunctionDef)]
+    for function in functions:
+        limit = TRAIN if function.name == "train" else FUNCTION
+        assert function.end_lineno - function.lineno < limit, function.name
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_difference(name: str) -> None:
+    """Whatever is the same stands the same: a diff shows what another kind of action changes."""
+    command = ["diff", ROOT / "ppo.py", ROOT / f"{name}.py"]
+    diff = subprocess.run(command, capture_output=True, text=True).stdout
+    changed = [line for line in diff.splitlines() if line[0] in "<>"]
+    assert 0 < len(changed) <= CHANGED[name]
