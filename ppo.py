@@ -230,7 +230,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     grad_norm = sum(x.square().sum() for x in gradients) ** 0.5
     scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)  # detail 11
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = (scale * gradient).contiguous()  # fused Adam needs it for convolutions
+        parameter.grad = torch.empty_like(parameter).copy_(scale * gradient)  # laid out like it
     with torch.no_grad():  # detail 12; both KL estimates: http://joschu.net/blog/kl-approx.html
         metrics = {
             "losses/policy_loss": policy_loss.detach(),

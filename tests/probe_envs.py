@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,34 +10,30 @@ import numpy as np
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Tuple
 
-VECTOR = Box(-1, 1, (1,), np.float32)
+Step = tuple[np.ndarray, float, bool, bool, dict]
 
 
 class Probe(gym.Env):
     """An environment that is done after one step, with -1 or 1 to observe at random."""
 
-    observation_space = VECTOR
+    observation_space = Box(-1, 1, (1,), np.float32)
 
     def __init__(self, continuous: bool = False) -> None:
         self.action_space = Box(-1, 1, (1,)) if continuous else Discrete(2)
 
-    def observe(self) -> np.ndarray:
-        """What there is to see."""
+    def observe(self) -> Any:
         return np.array([self.state], np.float32)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
-        """Begin an episode."""
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
         super().reset(seed=seed)
         self.state = float(self.np_random.choice([-1, 1]))
         self.steps = 0
         return self.observe(), {}
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Give the reward, and end the episode."""
+    def step(self, action: Any) -> Step:
         return self.observe(), self.reward(action), True, False, {}
 
     def reward(self, action: Any) -> float:
-        """What the step is worth."""
         return 1.0
 
 
@@ -46,7 +41,6 @@ class Observed(Probe):
     """The reward is what was observed."""
 
     def reward(self, action: Any) -> float:
-        """The state."""
         return self.state
 
 
@@ -54,13 +48,11 @@ class Delayed(Probe):
     """Two steps, from 0 to 1; the reward 1 comes with the second."""
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
-        """Begin at 0."""
         super().reset(**kwargs)
         self.state = 0.0
         return self.observe(), {}
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Go from 0 to 1, and from there to the end."""
+    def step(self, action: Any) -> Step:
         reward, terminated, self.state = self.state, self.state == 1.0, 1.0
         return self.observe(), reward, terminated, False, {}
 
@@ -69,7 +61,6 @@ class Acted(Probe):
     """One action is better: 1 of the two, or 0.5 of -1 .. 1."""
 
     def reward(self, action: Any) -> float:
-        """1 or -1, or minus the squared distance from the best."""
         if isinstance(self.action_space, Box):
             return -float((action[0] - 0.5) ** 2)
         return 1.0 if action == 1 else -1.0
@@ -79,7 +70,6 @@ class ActedAsObserved(Probe):
     """The better action depends on the observation."""
 
     def reward(self, action: Any) -> float:
-        """1 or -1, or minus the squared distance from the best."""
         if isinstance(self.action_space, Box):
             return -float((action[0] - 0.5 * self.state) ** 2)
         return 1.0 if (action == 1) == (self.state == 1) else -1.0
@@ -93,8 +83,7 @@ class Endless(Probe):
     the cut for an end, or bootstraps from the next episode's state, finds something else.
     """
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Stay."""
+    def step(self, action: Any) -> Step:
         self.steps += 1
         return self.observe(), float(self.state == 1), False, self.steps == 4, {}
 
@@ -102,17 +91,15 @@ class Endless(Probe):
 class Overwriting(Probe):
     """Counts to seven, then is cut; the one array that it returns is overwritten every time."""
 
-    buffer: np.ndarray
+    observation_space = Box(0, 7, (1,), np.float32)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
-        """Begin at 0."""
         super().reset(**kwargs)
         self.buffer = getattr(self, "buffer", np.zeros(1, np.float32))
         self.buffer[:] = 0
         return self.buffer, {}
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Count."""
+    def step(self, action: Any) -> Step:
         self.buffer += 1
         return self.buffer, 1.0, False, self.buffer[0] == 7, {}
 
@@ -151,7 +138,6 @@ class Masked(Probe):
         self.action_space = Discrete(4)
 
     def observe(self) -> np.ndarray:
-        """The state, which tells nothing."""
         return np.array([self.state], np.int8)
 
     def draw(self) -> dict[str, np.ndarray]:
@@ -160,12 +146,10 @@ class Masked(Probe):
         return {"action_mask": self.mask}
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
-        """Begin an episode."""
         obs, _ = super().reset(**kwargs)
         return obs, self.draw()
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Take a valid action."""
+    def step(self, action: Any) -> Step:
         assert self.mask[action] == 1, f"{action} was masked"
         self.steps += 1
         return self.observe(), float(action), self.steps == 5, False, self.draw()
@@ -187,22 +171,27 @@ class Bounded(Probe):
 
 
 class Spaces(Probe):
-    """Observations of a space by name, which the tests can look into."""
+    """Observations of a space by name, which the tests can look into: `seen` has all of them."""
+
+    seen: ClassVar[list[Any]] = []
 
     def __init__(self, kind: str, continuous: bool = False) -> None:
         super().__init__(continuous)
         self.observation_space = {
             "image": Box(0, 255, (4, 5, 3), np.uint8),
+            "integers": Box(-1000, 1000, (2,), np.int64),
+            "float64": Box(-1, 1, (2,), np.float64),
             "discrete": Discrete(7, start=3),
             "dict": Dict({"a": Box(-1, 1, (2, 2)), "b": Discrete(3)}),
             "tuple": Tuple((MultiBinary(4), MultiDiscrete([2, 5]), Box(0, 9, (1,), np.int64))),
+            "empty": Box(0, 1, (0,)),
             "sequence": Sequence(Discrete(3)),
             "opaque": gym.Space(),
         }[kind]
 
     def observe(self) -> Any:
-        """Anything in the space."""
-        return self.observation_space.sample()
+        self.seen.append(self.observation_space.sample())
+        return self.seen[-1]
 
 
 class Unusable(Probe):
@@ -214,28 +203,18 @@ class Unusable(Probe):
             "huge": Box(-most, most, (1,)),
             "integer": Box(-128, 127, (1,), np.int8),
             "dict": Dict({"a": Discrete(2)}),
+            "scalar": Box(-1, 1, ()),
+            "matrix": Box(-1, 1, (2, 3)),
+            "unbounded": Box(-np.inf, np.inf, (1,)),
+            "half": Box(0, np.inf, (1,)),
         }[kind]
 
 
-class Unbounded(Probe):
+class Unbounded(Unusable):
     """Continuous actions without bounds."""
 
     def __init__(self) -> None:
-        self.action_space = Box(-np.inf, np.inf, (1,))
-
-
-class Dark(Probe):
-    """Can't be shown, and says so only when asked to: as MuJoCo's, without a screen."""
-
-    metadata: ClassVar = {"render_modes": ["rgb_array"]}
-
-    def __init__(self, continuous: bool = False, render_mode: str | None = None) -> None:
-        super().__init__(continuous)
-        self.render_mode = render_mode
-
-    def render(self) -> None:
-        """Fail."""
-        raise RuntimeError("no screen")
+        super().__init__("unbounded")
 
 
 class Signs(Probe):
@@ -246,28 +225,16 @@ class Signs(Probe):
     )
 
     def observe(self) -> dict[str, np.ndarray]:
-        """The next ones."""
         self.side, self.sign = self.np_random.integers(2, size=2)
         image, vector = np.zeros((8, 8, 3), np.uint8), np.zeros(3, np.float32)
         image[:, 4 * self.side : 4 * self.side + 4] = 255
         vector[1] = 2 * self.sign - 1
         return {"image": image, "vector": vector}
 
-    def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
-        """One of eight."""
+    def step(self, action: int) -> Step:
         reward = float(action == (self.side == self.sign))
         self.steps += 1
         return self.observe(), reward, self.steps == 8, False, {}
-
-
-class Numbered(Probe):
-    """Episodes of five steps, which info numbers."""
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Go on."""
-        self.steps += 1
-        info = {"x_velocity": self.steps, "other": 0}
-        return self.observe(), 0.0, False, self.steps == 5, info
 
 
 class Dies(Probe):
@@ -278,7 +245,6 @@ class Dies(Probe):
         self.left = steps
 
     def reward(self, action: Any) -> float:
-        """Nothing, in the end."""
         self.left -= 1
         if self.left == 0 or Path("die").exists():
             os._exit(1)
@@ -302,12 +268,10 @@ class Scripted(Probe):
         self.played.append(self.steps_taken)
 
     def observe(self) -> np.ndarray:
-        """Three numbers."""
         self.seen = self.np_random.normal(size=3).astype(np.float32)
         return self.seen
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """End as the pattern says."""
+    def step(self, action: Any) -> Step:
         end = self.pattern[len(self.steps_taken) % len(self.pattern)]
         before, reward = self.seen, float(np.float32(self.np_random.normal()))
         result = self.observe(), reward, end in "tb", end in "cb"
@@ -323,21 +287,14 @@ class Told(Probe):
 
     observation_space = Box(0, 9, (1,), np.float32)
 
-    def __init__(self, end: str) -> None:
-        super().__init__()
+    def __init__(self, end: str, continuous: bool = False) -> None:
+        super().__init__(continuous)
         self.end = end
 
     def observe(self) -> np.ndarray:
-        """Three more than the steps."""
         return np.array([3.0 + self.steps], np.float32)
 
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
-        """Begin at 3."""
-        super().reset(**kwargs)
-        return self.observe(), {}
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Count."""
+    def step(self, action: Any) -> Step:
         self.steps += 1
         ends = [self.steps == 2 and self.end == end for end in ("terminated", "truncated")]
         return self.observe(), float(self.steps), *ends, {}
@@ -349,12 +306,10 @@ class Alternating(Probe):
     length = 99
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
-        """Begin an episode, after a seed a short one."""
         self.length = 1 if seed is not None else 100 - self.length
         return super().reset(seed=seed)
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Take one of the steps."""
+    def step(self, action: Any) -> Step:
         self.steps += 1
         return self.observe(), 1.0, self.steps == self.length, False, {}
 
@@ -367,16 +322,17 @@ class Drawn(Probe):
         self.worth = float(random.random() + np.random.rand() + torch.rand(()))
 
     def reward(self, action: Any) -> float:
-        """The number."""
         return self.worth
 
 
-class Slow(Probe):
-    """It takes a minute to make, and says when that begins."""
+class Seeding(Probe):
+    """Seeds the global generators with the same number whenever an episode begins."""
 
-    def __init__(self) -> None:
-        Path("making").touch()
-        time.sleep(60)
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        return super().reset(**kwargs)
 
 
 class Breaks(Probe):
@@ -388,8 +344,7 @@ class Breaks(Probe):
         super().__init__(continuous)
         self.what, self.when = what, when
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Give an observation and a reward."""
+    def step(self, action: Any) -> Step:
         Breaks.taken += 1
         if Breaks.taken == self.when and self.what == "observation":
             self.state = float("nan")
@@ -398,14 +353,12 @@ class Breaks(Probe):
 
 
 class Talks(Probe):
-    """Infos that no vector environment can batch: of shapes and types that vary."""
+    """Infos whose keys come and go."""
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """End the episode with an info of one kind or another."""
+    def step(self, action: Any) -> Step:
         *rest, _ = super().step(action)
-        kind = self.np_random.integers(3)
-        infos = {}, {"winner": None, "end": "lost"}, {"winner": 1, "end": 3}
-        return *rest, infos[kind] | {"moves": np.arange(kind), "episode": 2}
+        infos = {}, {"winner": 1, "end": "lost"}, {"end": "won", "moves": 3.0}
+        return *rest, infos[self.np_random.integers(3)]
 
 
 class Remembered(Probe):
@@ -414,7 +367,6 @@ class Remembered(Probe):
     length, right = 4, 1.0
 
     def observe(self) -> np.ndarray:
-        """The state, at first."""
         return np.array([self.state if self.steps == 0 else 0], np.float32)
 
     def pays(self) -> bool:
@@ -430,8 +382,7 @@ class Remembered(Probe):
             return -float((action[0] - 0.5 * self.right) ** 2)
         return float((action == 1) == (self.right == 1))
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Go on to the next step."""
+    def step(self, action: Any) -> Step:
         reward, self.steps = self.reward(action), self.steps + 1
         return self.observe(), reward, self.steps == self.length, False, {}
 
@@ -442,7 +393,6 @@ class Leaking(Remembered):
     length = 2
 
     def observe(self) -> np.ndarray:
-        """The state, at last."""
         return np.array([self.state if self.steps == 1 else 0], np.float32)
 
     def pays(self) -> bool:
@@ -452,5 +402,12 @@ class Leaking(Remembered):
         return self.steps == 0
 
 
-for probe in [Leaking, Probe, *Probe.__subclasses__()]:
+def make_vector(num_envs: int, **kwargs: Any) -> gym.vector.VectorEnv:
+    """A vector environment of `ActedAsObserved` that resets in the same step."""
+    make = [lambda: ActedAsObserved(**kwargs)] * num_envs
+    return gym.vector.SyncVectorEnv(make, autoreset_mode="SameStep")
+
+
+for probe in [Leaking, Unbounded, Probe, *Probe.__subclasses__()]:
     gym.register(f"{probe.__name__}-v0", probe)
+gym.register("Vector-v0", ActedAsObserved, vector_entry_point=make_vector)

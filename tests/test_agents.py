@@ -1,39 +1,59 @@
 """The agents' distributions and statistics, against torch's and numpy's own."""
 
-import itertools
+import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import NEEDS_GPU, SCRIPTS, SHORT, watching
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from conftest import NEEDS_GPU, SCRIPTS
+from helpers import MODULES, SHORT, kept_batches, new_agent, scalars, trained, watching
+from probe_envs import Scripted
 from torch import nn
-from torch.distributions import Categorical, Normal, TransformedDistribution
-from torch.distributions.transforms import TanhTransform
+from torch.distributions import Categorical, Independent, Normal
 
 import ppo
-import ppo_atari
 import ppo_continuous
 
+# Of 6, 17 and 84 x 84 x 4 observations; of 3 choices, 6 numbers, and 4 choices.
+ENV_IDS = {"ppo": "Acrobot-v1", "ppo_continuous": "HalfCheetah-v5", "ppo_atari": "ALE/Breakout-v5"}
 
-class Spaces:
-    """As much of a vector environment as an agent is made from."""
 
-    num_envs = 2
+def make(name: str, **flags: Any) -> tuple[Any, torch.Tensor]:
+    """An agent whose policy is far from uniform, and observations for it."""
+    torch.manual_seed(0)
+    agent = new_agent(MODULES[name], MODULES[name].Args(env_id=ENV_IDS[name], **flags))
+    head = agent.actor if name == "ppo_atari" else agent.actor[-1]
+    head.weight.data.normal_(std=0.3)
+    if name == "ppo_atari":
+        return agent, torch.randint(256, (7, 84, 84, 4), dtype=torch.uint8)
+    if name == "ppo_continuous":
+        agent.log_std.data.normal_(std=0.3)
+        obs = 3 * torch.randn(500, 17) + 7
+        agent.obs_rms.update(obs)
+        return agent, obs[:7]
+    return agent, torch.randn(7, 6)
 
-    def __init__(self, obs: gym.Space, action: gym.Space) -> None:
-        self.single_observation_space, self.single_action_space = obs, action
+
+def policy(agent: Any, obs: torch.Tensor) -> Any:
+    """The distribution of actions, from the network's layers."""
+    with torch.no_grad():
+        if hasattr(agent, "log_std"):
+            normalized = (obs - agent.obs_rms.mean) / (agent.obs_rms.var + 1e-8).sqrt()
+            mean = agent.actor[1:](normalized.clamp(-10, 10))
+            return Independent(Normal(mean, agent.log_std.exp()), 1)
+        if hasattr(agent, "network"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=agent.dtype == torch.bfloat16):
+                obs = agent.network(obs.permute(0, 3, 1, 2) / 255).float()
+        return Categorical(logits=agent.actor(obs))
 
 
 class Doubled(nn.Linear):
     """A linear layer with another forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Twice what the layer gives."""
         return 2 * super().forward(x)
 
 
@@ -51,8 +71,7 @@ def changed_input(layer: nn.Module) -> nn.Module:
 
 LAYERS = {
     "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.Tanh()), nn.Linear(8, 4)),
-    "gelu": lambda: nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 4)),
-    "layernorm": lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh()),
+    "other": lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)),
     "subclass": lambda: nn.Sequential(nn.Tanh(), Doubled(5, 4), nn.Tanh()),
     "hooked layers": lambda: nn.Sequential(hooked(nn.Linear(5, 4)), hooked(nn.Tanh())),
     "changed input": lambda: nn.Sequential(nn.Linear(5, 4), changed_input(nn.Linear(4, 4))),
@@ -71,454 +90,240 @@ def test_in_numpy(layers: str, device: str) -> None:
     obs = torch.randn(7, 5)
     with torch.no_grad():
         expected = network(obs.to(device)).cpu().numpy()
-        got = ppo.in_numpy(network)(obs.numpy())
-    assert isinstance(got, np.ndarray)
+    got = ppo_continuous.in_numpy(network)(obs.numpy())
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert {x.device.type for x in network.parameters()} <= {device}
 
 
-def act_agents() -> dict[str, tuple[Any, torch.Tensor]]:
-    """Agents of every kind, whose policies are far from uniform, and observations for them."""
-    vectors, screens = torch.randn(500, 9), torch.randint(256, (20, 84, 84, 4), dtype=torch.uint8)
-    masked = vectors.clone()
-    masked[:, 5:] = torch.randint(2, (500, 4))
-    masked[:, 5] = 1  # at least one is valid
-    choices = Spaces(Box(-1, 1, (9,)), MultiDiscrete([2, 4, 3]))
-    one = Spaces(Box(-1, 1, (9,)), MultiDiscrete([4]))
-    agents = {
-        "choices": (ppo.Agent(choices, ppo.Args()), vectors),
-        "masked": (ppo.Agent(one, ppo.Args(mask_actions=True)), masked),
-        "atari": (atari_agent(), screens),
-        "bf16": (atari_agent(bf16=True), screens),
-    }
-    for flags in ({}, {"state_std": True}, {"state_std": True, "squash": True}):
-        agent = continuous_agent(**flags)
-        agent.finish_iteration(3 * torch.randn(500, 5) + 7)
-        agent.log_std.data.normal_()
-        agents[f"continuous {flags}"] = agent, 3 * vectors[:, :5] + 7
-    for agent, _ in agents.values():
-        last = agent.actor[-1] if isinstance(agent.actor, nn.Sequential) else agent.actor
-        last.weight.data.normal_(std=0.5)
-    return agents
-
-
-def test_acting_is_get_action() -> None:
-    """What acts on arrays in a rollout gives what get_action gives for tensors, for any noise."""
-    torch.manual_seed(0)
-    for name, (agent, obs) in act_agents().items():
-        with torch.no_grad():
-            for noise in (agent.sample_noise(len(obs)), torch.zeros(agent.sample_noise(1).shape)):
-                expected = agent.get_action(obs, noise).numpy()
-                before = obs.clone(), noise.clone()
-                got = agent.make_act()(obs.numpy(), noise.numpy())
-                assert isinstance(got, np.ndarray), name
-                np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4, err_msg=name)
-                assert torch.equal(obs, before[0])
-                assert torch.equal(noise, before[1])
-        assert len(np.unique(expected)) > 1  # of the most probable actions, without noise
-
-
-def test_discrete() -> None:
-    """Log-probabilities and entropies are the sums of independent categorical distributions'."""
-    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([2, 4, 3])), ppo.Args())
-    agent.actor[-1].weight.data.normal_()
-    obs = torch.randn(7, 5)
-    actions = torch.stack([torch.randint(n, (7,)) for n in (2, 4, 3)], 1)
-    logits = agent.actor(obs).view(7, 3, 4)
-    choices = [Categorical(logits=logits[:, i, :n]) for i, n in enumerate((2, 4, 3))]
-    logprobs, entropy, value = agent.evaluate_actions(obs, actions)
-    expected = sum(choice.log_prob(actions[:, i]) for i, choice in enumerate(choices))
-    torch.testing.assert_close(logprobs, expected)
-    torch.testing.assert_close(entropy, sum(choice.entropy() for choice in choices))
-    torch.testing.assert_close(value, agent.get_value(obs))
-    modes = torch.stack([choice.probs.argmax(-1) for choice in choices], 1)
-    assert torch.equal(agent.get_action(obs), modes)
-
-
-def test_discrete_samples() -> None:
-    """Samples come as often as their probabilities say, and never beyond a choice's values."""
-    torch.manual_seed(0)
-    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([2, 3])), ppo.Args())
-    agent.actor[-1].weight.data.normal_()
-    obs = torch.randn(1, 5)
-    samples = agent.get_action(obs, agent.sample_noise(100_000))
-    for i, n in enumerate((2, 3)):
-        probabilities = agent.get_logits(obs, agent.actor(obs))[0, i, :n].softmax(-1)
-        counts = torch.bincount(samples[:, i])
-        assert len(counts) <= n
-        error = counts / len(samples) - probabilities[: len(counts)]
-        assert error.abs().max() < 4 * 0.5 / len(samples) ** 0.5
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_atari(bf16: bool) -> None:
-    """The same for the one choice of a game."""
-    agent = atari_agent(bf16=bf16)
-    obs = torch.randint(256, (3, 84, 84, 4), dtype=torch.uint8)
-    actions = torch.tensor([5, 0, 2])
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        features = agent.network(obs.permute(0, 3, 1, 2) / 255)
-    choice = Categorical(logits=agent.actor(features.float()))
-    logprobs, entropy, value = agent.evaluate_actions(obs, actions)
-    torch.testing.assert_close(logprobs, choice.log_prob(actions))
-    torch.testing.assert_close(entropy, choice.entropy())
-    torch.testing.assert_close(value, agent.get_value(obs))
-    assert torch.equal(agent.get_action(obs), choice.probs.argmax(-1))
-    noise = agent.sample_noise(3)
-    assert torch.equal(agent.get_action(obs, noise), (choice.logits + noise).argmax(-1))
-
-
-def atari_agent(**flags: Any) -> ppo_atari.Agent:
-    """An agent with six buttons."""
-    spaces = Spaces(Box(0, 255, (84, 84, 4), np.uint8), Discrete(6))
-    return ppo_atari.Agent(spaces, ppo_atari.Args(**flags))
-
-
-def continuous_agent(num_actions: int = 3, **flags: Any) -> ppo_continuous.Agent:
-    """An agent with 5 numbers to observe."""
-    spaces = Spaces(Box(-1, 1, (5,)), Box(-np.inf, np.inf, (num_actions,)))
-    return ppo_continuous.Agent(spaces, ppo_continuous.Args(**flags))
-
-
-def test_continuous() -> None:
-    """Log-probabilities and entropies are the sums of independent normal distributions'."""
-    agent = continuous_agent()
-    agent.log_std.data.normal_()
-    obs, actions = torch.randn(7, 5), torch.randn(7, 3)
-    normal = Normal(agent.actor(obs), agent.log_std.exp())
-    logprobs, entropy, value = agent.evaluate_actions(obs, actions)
-    torch.testing.assert_close(logprobs, normal.log_prob(actions).sum(-1))
-    torch.testing.assert_close(entropy, normal.entropy().sum(-1))
-    torch.testing.assert_close(value, agent.get_value(obs))
-    noise = agent.sample_noise(100_000)
-    torch.testing.assert_close(agent.get_action(obs), normal.mean)
-    samples = agent.get_action(obs, noise[:7])
-    torch.testing.assert_close(samples, normal.mean + normal.scale * noise[:7])
-    torch.testing.assert_close(noise.std(0), torch.ones(3), rtol=0.02, atol=0)
-    assert noise.mean(0).abs().max() < 0.02
-
-
-def test_deviation_of_the_state() -> None:
-    """With state_std, every observation has a deviation of its own, which the actions follow."""
-    agent = continuous_agent(state_std=True, log_std_init=-0.7)
-    log_std = agent.get_distribution(torch.zeros(1, 5))[1]
-    assert log_std.tolist() == [pytest.approx([-0.7] * 3)]
-    agent.actor[-1].weight.data.normal_(std=0.3)
-    obs, actions = torch.randn(7, 5), torch.randn(7, 3)
-    mean, change = agent.actor(obs).split(3, -1)
-    normal = Normal(mean, (change - 0.7).clamp(-2).exp())  # log_std_min
-    assert normal.scale.std(0).min() > 0.05
-    logprobs, entropy, _ = agent.evaluate_actions(obs, actions)
-    torch.testing.assert_close(logprobs, normal.log_prob(actions).sum(-1))
-    torch.testing.assert_close(entropy, normal.entropy().sum(-1))
-    torch.testing.assert_close(agent.get_action(obs), mean)
-    samples = agent.get_action(obs.repeat(4000, 1), agent.sample_noise(28_000)).view(4000, 7, 3)
-    torch.testing.assert_close(samples.std(0), normal.scale, rtol=0.06, atol=0)
-
-
-@pytest.mark.parametrize("state_std", [False, True])
-def test_squashed_log_probabilities(state_std: bool) -> None:
-    """Policies' log-probabilities differ as those of tanh's values do; so do their gradients."""
-    torch.manual_seed(0)
-    obs, actions = torch.randn(50, 5), 2 * torch.randn(50, 3)
-    got, exact = [], []
-    for log_std_init in (-0.5, 0.3):
-        agent = continuous_agent(squash=True, state_std=state_std, log_std_init=log_std_init)
-        agent.actor[-1].weight.data.normal_(std=0.2)
-        mean, change = (
-            agent.actor(obs).double().split(3, -1)
-            if state_std
-            else (
-                agent.actor(obs).double(),
-                0,
-            )
-        )
-        log_std = (agent.log_std + change).clamp(-2)
-        squashed = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform())
-        exact.append(squashed.log_prob(actions.double().tanh()).sum(-1).float())
-        got.append(agent.evaluate_actions(obs, actions)[0])
-        parameters = [*agent.actor.parameters(), agent.log_std]
-        gradients = (torch.autograd.grad(x[-1].mean(), parameters) for x in (got, exact))
-        for x, y in zip(*gradients, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
-    assert (exact[0] - exact[1]).std() > 1
-    torch.testing.assert_close(got[0] - got[1], exact[0] - exact[1], rtol=1e-4, atol=1e-3)
-    far = torch.full((1, 3), 40.0)  # where tanh is 1 in floats, and 1 - tanh^2 would be 0
-    assert torch.isfinite(agent.evaluate_actions(obs[:1], far)[0]).all()
-
-
-@pytest.mark.parametrize("means", [[0.0], [1.5], [-0.7, 1.2]])
-def test_squashed_entropy(means: list[float]) -> None:
-    """Entropies are on average those of tanh's values, by their shares of a grid over -1 .. 1."""
-    torch.manual_seed(0)
-    log_stds = [-0.5, -0.9][: len(means)]
-    agent = continuous_agent(num_actions=len(means), squash=True)
-    agent.actor[-1].weight.data.zero_()
-    agent.actor[-1].bias.data = torch.tensor(means)
-    agent.log_std.data = torch.tensor(log_stds)
-    exact, edges = 0.0, torch.linspace(-1, 1, 200_001, dtype=torch.float64).atanh()
-    for mean, log_std in zip(means, log_stds, strict=True):
-        shares = Normal(mean, math.exp(log_std)).cdf(edges).diff()
-        assert shares.sum().item() == pytest.approx(1)
-        exact += torch.special.entr(shares).sum().item() + math.log(2 / 200_000)
-    obs, actions = torch.zeros(200_000, 5), torch.zeros(200_000, len(means))
-    entropy = agent.evaluate_actions(obs, actions)[1]
-    assert entropy.shape == (200_000,)
-    assert entropy.std() > 0.1  # of one sample a row
-    assert entropy.mean().item() == pytest.approx(exact, abs=0.01)
-
-
-def test_squashed_entropy_far_out() -> None:
-    """Where tanh is 1 in floats, and 1 - tanh(x)^2 would be 0, its logarithm is log 4 - 2 |x|."""
-    for mean in (-40.0, 40.0):
-        agent = continuous_agent(num_actions=1, squash=True, log_std_init=-0.5)
-        agent.actor[-1].weight.data.zero_()
-        agent.actor[-1].bias.data.fill_(mean)
-        entropy = agent.evaluate_actions(torch.zeros(10_000, 5), torch.zeros(10_000, 1))[1]
-        normal = Normal(0, math.exp(-0.5)).entropy().item()
-        assert entropy.mean().item() == pytest.approx(normal + math.log(4) - 80, abs=0.05)
-
-
-def test_masked_actions() -> None:
-    """Masked actions have no probability and no part in the entropy, and are never chosen."""
-    space = Box(-1, 1, (5 + 4,))  # 5 numbers, and the mask
-    agent = ppo.Agent(Spaces(space, MultiDiscrete([4])), ppo.Args(mask_actions=True))
-    agent.actor[-1].weight.data.normal_()
-    obs = torch.randn(1000, 9)
-    obs[:, -4:] = torch.randint(2, (1000, 4))
-    obs[torch.arange(1000), 5 + torch.randint(4, (1000,))] = 1  # at least one is valid
-    valid = obs[:, -4:].bool()
-    logits = agent.actor(obs).where(valid, torch.tensor(-torch.inf))
-    choice = Categorical(logits=logits)
-    actions = agent.get_action(obs, agent.sample_noise(1000))
-    for chosen in actions, agent.get_action(obs):
-        assert valid.gather(1, chosen).all()
-    logprobs, entropy, _ = agent.evaluate_actions(obs, actions)
-    torch.testing.assert_close(logprobs, choice.log_prob(actions[:, 0]))
-    torch.testing.assert_close(entropy, choice.entropy())
-    some = ~valid.all(1)
-    invalid = (~valid[some]).int().argmax(1, keepdim=True)
-    assert agent.evaluate_actions(obs[some], invalid)[0].max() < -1e7
-
-
-def other_get_action(get_action: Callable) -> Callable:
-    """The opposite actions, where there is something to see."""
-
-    def act(agent: Any, obs: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
-        actions = get_action(agent, obs, noise)
-        return 1 - actions if obs.any() else actions
-
-    return act
-
-
-def without_noise(make_act: Callable) -> Callable:
-    """Acting by the most probable actions."""
-    return lambda agent: lambda obs, noise: make_act(agent)(obs, 0 * noise)
-
-
-def later_without_noise(make_act: Callable) -> Callable:
-    """Acting by the most probable actions from the 41st step of a rollout on."""
-
-    def make(agent: Any) -> Callable:
-        act, steps = make_act(agent), itertools.count()
-        return lambda obs, noise: act(obs, noise * (next(steps) < 40))
-
-    return make
-
-
 @pytest.mark.parametrize(
-    ("name", "method", "change"),
-    [
-        ("ppo", "get_action", other_get_action),
-        ("ppo_continuous", "get_action", other_get_action),
-        *((name, "make_act", without_noise) for name in SCRIPTS),
-        *((name, "make_act", later_without_noise) for name in SCRIPTS),
-    ],
+    ("name", "bf16"), [*((name, False) for name in SCRIPTS), (SCRIPTS[2], True)]
 )
-def test_acting_otherwise(
-    name: str, method: str, change: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever changes how it acts in only one of two places is told, before anything is learned."""
-    script = {"ppo": ppo, "ppo_continuous": ppo_continuous, "ppo_atari": ppo_atari}[name]
-    monkeypatch.setattr(script.Agent, method, change(getattr(script.Agent, method)))
-    updates = []
-    told = pytest.raises(AssertionError, match="make_act and get_action differ")
-    with watching(script, lambda *args: updates.append(args)), told:
-        script.train(script.Args(**SHORT[name]))
-    assert not updates
-
-
-def test_acting_otherwise_by_one_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of six actions that is another one in a sixth of the steps stops the run, too."""
-    make_act = ppo_continuous.Agent.make_act
-
-    def make(agent: Any) -> Callable:
-        act, last = make_act(agent), np.arange(6) == 5
-        return lambda obs, noise: act(obs, np.where((noise[:, :1] > 1) & last, 0, noise))
-
-    monkeypatch.setattr(ppo_continuous.Agent, "make_act", make)
-    flags = SHORT["ppo_continuous"] | {"env_id": "HalfCheetah-v5"}
-    with pytest.raises(AssertionError, match="make_act and get_action differ"):
-        ppo_continuous.train(ppo_continuous.Args(**flags))
-
-
-@pytest.mark.parametrize("wrong", [[34], [17, 34]])
-def test_acting_otherwise_in_few_steps(wrong: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a short rollout, where 8 steps are compared, one may differ, as at a tie, but not two."""
-    make_act = ppo.Agent.make_act
-
-    def make(agent: Any) -> Callable:
-        act, steps = make_act(agent), itertools.count()
-        return lambda obs, noise: act(obs, noise) ^ (next(steps) in wrong)
-
-    monkeypatch.setattr(ppo.Agent, "make_act", make)
-    args = ppo.Args(**SHORT["ppo"] | {"num_envs": 1, "num_steps": 128})
-    if len(wrong) == 1:
-        ppo.train(args)
+def test_distributions(name: str, bf16: bool) -> None:
+    """Log-probabilities, entropies and modes are those of torch's distributions."""
+    agent, obs = make(name, **({"bf16": True} if bf16 else {}))
+    expected = policy(agent, obs)
+    actions = expected.sample()
+    logprobs, entropy, values = agent.evaluate_actions(obs, actions)
+    torch.testing.assert_close(logprobs, expected.log_prob(actions))
+    torch.testing.assert_close(entropy, expected.entropy())
+    torch.testing.assert_close(values, agent.get_value(obs))
+    assert logprobs.shape == values.shape == (7,)
+    assert logprobs.dtype == values.dtype == torch.float32
+    modes = agent.make_act()(obs.numpy(), 0.0)
+    if name == "ppo_continuous":
+        np.testing.assert_allclose(modes, expected.mean, rtol=1e-4, atol=1e-5)
     else:
-        with pytest.raises(AssertionError, match="make_act and get_action differ"):
-            ppo.train(args)
+        assert modes.tolist() == expected.probs.argmax(-1).tolist()
+        assert len({*modes.tolist()}) > 1 or name == "ppo_atari"
 
 
-def test_gather_has_no_gradient() -> None:
-    """With one process as with several, so that a loss doesn't learn less with several only."""
-    assert not ppo.gather(torch.ones(2, requires_grad=True)).requires_grad
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+def test_samples(name: str) -> None:
+    """With noise, actions come as often as they should, with the mean and deviation they should."""
+    agent, obs = make(name)
+    n, rng = 100_000, np.random.default_rng(0)
+    noise = agent.sample_noise(rng, n)
+    assert noise.dtype == np.float32
+    assert agent.sample_noise(rng, 3, 2).shape == (3, 2, *noise.shape[1:])
+    actions = agent.make_act()(obs[:1].repeat(n, 1).numpy(), noise)
+    expected = policy(agent, obs[:1])
+    if name == "ppo":
+        shares = np.bincount(actions, minlength=3) / n
+        assert abs(shares - expected.probs[0].numpy()).max() < 4 * 0.5 / n**0.5
+    else:
+        deviations = (actions - expected.mean[0].numpy()) / expected.stddev[0].numpy()
+        assert abs(deviations.mean(0)).max() < 4 / n**0.5
+        np.testing.assert_allclose(np.cov(deviations.T), np.eye(6), atol=0.02)
+        assert (abs(deviations) < 1).mean() == pytest.approx(math.erf(0.5**0.5), abs=0.01)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_acts_is_what_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At an iteration's first minibatch all ratios are 1, and the agent, with the noise of the
+    rollout, would act as it did there; after the last minibatch neither is so.
+    """
+    script, noises, drifts = MODULES[name], [], []
+    sample_noise = script.Agent.sample_noise
+
+    def keep(agent: Any, *shape: Any) -> np.ndarray:
+        noises.append(sample_noise(agent, *shape))
+        return noises[-1]
+
+    def see(agent: Any, batch: Any, indices: torch.Tensor) -> None:
+        with torch.no_grad():
+            logprobs, _, _ = agent.evaluate_actions(batch.obs, batch.actions)
+        drifts.append((logprobs - batch.logprobs).abs().max().item())
+        if len(drifts) % per_iteration == 1:
+            noise = noises[-1].reshape(len(batch.obs), -1)
+            acted = agent.make_act()(batch.obs.numpy(), noise)
+            wrong = ~np.isclose(acted, batch.actions, rtol=1e-4, atol=1e-4)
+            assert wrong.mean() < 0.01  # rounding may decide between two choices
+
+    monkeypatch.setattr(script.Agent, "sample_noise", keep)
+    args = script.Args(**SHORT[name] | {"target_kl": None, "update_epochs": 2})
+    per_iteration = args.num_minibatches * args.update_epochs
+    with watching(script, see):
+        script.train(args)
+    firsts, lasts = drifts[::per_iteration], drifts[per_iteration - 1 :: per_iteration]
+    assert len(firsts) == len(noises) == args.total_timesteps / args.num_envs / args.num_steps
+    assert max(firsts) < 1e-4
+    assert min(lasts) > 1e-3
 
 
 def test_running_statistics() -> None:
     """Batches of any size give the mean and variance of all that was seen, far from 0 too."""
     rng = np.random.default_rng(0)
-    batches = [
-        rng.normal(loc=[100, -3, 0], scale=[1, 0.1, 50], size=(n, 3)) for n in (1, 7, 500, 64)
-    ]
-    statistics = ppo_continuous.RunningStatistics(3)
+    scale = {"loc": [100, -3, 0, 101325.3], "scale": [1, 0.1, 50, 1]}
+    batches = [rng.normal(**scale, size=(n, 4)).astype(np.float32) for n in (1, 7, 500, 64)]
+    rms = ppo_continuous.RunningMeanStd(4)
     for batch in batches:
-        statistics.update(torch.tensor(batch, dtype=torch.float32))
-    seen = np.concatenate(batches)
-    np.testing.assert_allclose(statistics.mean, seen.mean(0), rtol=1e-3)
-    np.testing.assert_allclose(statistics.var, seen.var(0), rtol=2e-2)
-    assert statistics.count.item() == pytest.approx(len(seen), abs=0.01)
+        rms.update(torch.tensor(batch))
+    seen = np.concatenate(batches).astype(np.float64)
+    np.testing.assert_allclose(rms.mean, seen.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(rms.var, seen.var(0), rtol=1e-2)
+    assert rms.count == len(seen)
+    expected = ((seen - seen.mean(0)) / seen.std(0)).clip(-10, 10)
+    np.testing.assert_allclose(rms(torch.tensor(seen).float()), expected, rtol=0.1, atol=0.05)
+    outliers = torch.tensor([[1e6] * 4, [-1e6] * 4])
+    assert rms(outliers).tolist() == [[10.0] * 4, [-10.0] * 4]
+    assert ppo_continuous.in_numpy(rms)(outliers.numpy()).tolist() == [[10.0] * 4, [-10.0] * 4]
 
 
-def normalize(agent: ppo_continuous.Agent, obs: torch.Tensor) -> torch.Tensor:
-    """Observations as the agent's networks get them; the same, in floats, for arrays."""
-    statistics = agent.obs_statistics
-    tensors = obs, statistics.mean, statistics.std
-    expected = agent.normalize(*tensors)
-    arrays = agent.normalize(*(x.numpy() for x in tensors))
-    np.testing.assert_allclose(arrays, expected, rtol=1e-6)
-    assert arrays.dtype == np.float32
-    return expected
+def test_observations_are_normalized_alike() -> None:
+    """Statistics are of all environments' observations, change only after an iteration's last
+    gradient step, and are saved with the weights, for the actor and the critic.
+    """
+    counts, script = [], ppo_continuous
+    see = watching(script, lambda agent, *_: counts.append(agent.obs_rms.count.item()))
+    with kept_batches(script) as batches, see:
+        run = trained("ppo_continuous", recompute_advantages=False)
+    assert [*dict.fromkeys(counts)] == [0, 512, 1024, 1536]
+    seen = torch.cat([batch.obs for batch in batches]).numpy().astype(np.float64)
+    saved = script.load_checkpoint(run)["agent"]
+    for module in ("obs_rms", "actor.0", "critic.0"):
+        assert saved[f"{module}.count"] == len(seen) == 2048
+        np.testing.assert_allclose(saved[f"{module}.mean"], seen.mean(0), rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(saved[f"{module}.var"], seen.var(0), rtol=1e-3)
 
 
-def test_normalized_observations() -> None:
-    """Observations are centred, scaled and clipped; the statistics are saved with the weights."""
-    agent = continuous_agent()
-    obs = torch.randn(200, 5) * 3 + 7
-    agent.finish_iteration(obs)
-    normalized = normalize(agent, obs)
-    torch.testing.assert_close(normalized.mean(0), torch.zeros(5), atol=1e-3, rtol=0)
-    torch.testing.assert_close(normalized.std(0), torch.ones(5), atol=1e-2, rtol=0)
-    assert normalize(agent, torch.full((1, 5), 1e6)).tolist() == [[10.0] * 5]
-    agent.actor[-1].weight.data.normal_()
-    torch.testing.assert_close(agent.get_action(obs), agent.actor(normalized))
-    torch.testing.assert_close(agent.get_value(obs), agent.critic(normalized)[:, 0])
-    copy = continuous_agent()
-    copy.load_state_dict(agent.state_dict())
-    for method in "get_action", "get_value":
-        torch.testing.assert_close(getattr(copy, method)(obs), getattr(agent, method)(obs))
-    torch.testing.assert_close(normalize(copy, obs), normalized)
-    assert not torch.equal(normalize(continuous_agent(), obs), normalized)
+def test_evaluation_normalizes_alike() -> None:
+    """An evaluation plays what the saved policy plays by hand, its statistics as they were."""
+    script, flags = ppo_continuous, {"num_envs": 4, "eval_episodes": 3}
+    run = trained("ppo_continuous", **flags)
+    args = script.load_checkpoint(run)["args"]
+    agent = new_agent(script, args)
+    script.load_checkpoint(run, agent)
+    env, returns = gym.make("Pendulum-v1"), []
+    obs, _ = env.reset(seed=args.seed)
+    for _ in range(3):
+        total, is_over = 0.0, False
+        while not is_over:
+            mean = policy(agent, torch.tensor(obs[None])).mean[0].numpy()
+            obs, reward, _, is_over, _ = env.step(2 * mean.clip(-1, 1))
+            total += reward
+        returns.append(total)
+        obs, _ = env.reset()
+    assert scalars("eval/return", run)[0][1] == pytest.approx(np.mean(returns), rel=1e-3)
+    assert script.evaluate(args, run) == pytest.approx(np.mean(returns), rel=1e-3)
 
 
-def test_large_observations() -> None:
-    """Numbers that are large and hardly change are normalized as well as float32 can tell them."""
-    agent = continuous_agent()
-    center = torch.tensor([100.1, 2026.0, 101325.3, 12345.678, 1234567.0])
-    obs = center + torch.tensor([0.0, 0.0, 0.0, 1e-1, 1.0]) * torch.randn(2048, 5)
-    for part in obs.chunk(4):
-        agent.finish_iteration(part)
-    normalized = normalize(agent, obs)
-    torch.testing.assert_close(normalized[:, 3:].std(0), torch.ones(2), rtol=0.1, atol=0)
-    assert normalized.abs().max() <= 10
+def test_scaled_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards are divided by the deviation of all discounted returns, which episodes restart.
+
+    Where all values are 0 and lambda is, advantages are what rewards are scaled to.
+    """
+    script = ppo_continuous
+    monkeypatch.setattr(script.Agent, "get_value", lambda self, obs: 0 * obs[:, 0])
+    kwargs = {"patterns": "--t----c-b---,-----------c", "continuous": True}
+    args = script.Args(
+        env_id="probe_envs:Scripted-v0",
+        env_kwargs=json.dumps(kwargs),
+        total_timesteps=96,
+        num_envs=2,
+        num_steps=16,
+        num_minibatches=1,
+        update_epochs=1,
+        gamma=0.8,
+        gae_lambda=0.0,
+        eval_episodes=0,
+    )
+    Scripted.played.clear()
+    with kept_batches(script) as batches:
+        script.train(args)
+    played = Scripted.played[-2:]
+    returns, discounted = [], [0.0, 0.0]
+    for i, batch in enumerate(batches):
+        expected = []
+        for t in range(16 * i, 16 * i + 16):
+            for env in (0, 1):
+                _, reward, _, terminated, truncated = played[env][t]
+                discounted[env] = 0.8 * discounted[env] + reward
+                returns.append(discounted[env])
+                expected.append(reward)
+                discounted[env] *= not (terminated or truncated)
+        np.testing.assert_allclose(batch.advantages, expected / np.std(returns), rtol=1e-3)
+    assert len(batches) == 3
 
 
-def test_scaled_rewards() -> None:
-    """Rewards are divided by the deviation of the discounted return, which episodes restart."""
-    agent = continuous_agent()
-    rng = np.random.default_rng(0)
-    rewards = rng.normal(size=(2, 50, 2)).astype(np.float32)
-    dones = rng.random((2, 50, 2)) < 0.1
-    returns, running = [], np.zeros(2)
-    for reward, done in zip(rewards.reshape(100, 2), dones.reshape(100, 2), strict=True):
-        running = 0.9 * running + reward
-        returns.append(running)
-        running = np.where(done, 0, running)
-    for i in range(2):  # the second rollout goes on where the first stopped
-        scaled = agent.scale_rewards(rewards[i], dones[i], 0.9)
-        deviation = np.std(returns[: 50 * (i + 1)])
-        np.testing.assert_allclose(scaled, rewards[i] / deviation, rtol=1e-3)
-    assert agent.scale_rewards(np.full((1, 2), 1e6, np.float32), dones[0, :1], 0.9).max() == 10
+def test_scaled_rewards_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Returns that are always 1 have no deviation to divide by: 10 is the most."""
+    monkeypatch.setattr(ppo_continuous.Agent, "get_value", lambda self, obs: 0 * obs[:, 0])
+    flags = SHORT["ppo_continuous"] | {"env_id": "probe_envs:Probe-v0", "total_timesteps": 512}
+    with kept_batches(ppo_continuous) as batches:
+        kwargs = json.dumps({"continuous": True})
+        ppo_continuous.train(ppo_continuous.Args(**flags, env_kwargs=kwargs))
+    assert {*batches[0].advantages.tolist()} == {10.0}
 
 
-@pytest.mark.parametrize("state_std", [False, True])
-def test_floor_of_the_deviation(state_std: bool) -> None:
-    """The deviation rises to log_std_min after an update, or to log_std_init if that is less."""
-    for first, expected in ((-0.5, -1.0), (-3.0, -3.0)):
-        flags = {"state_std": state_std, "log_std_init": first, "log_std_min": -1}
-        agent = continuous_agent(**flags)
-        log_std = agent.get_distribution(torch.zeros(1, 5))[1]
-        assert log_std.min().item() == pytest.approx(first)
-        agent.log_std.data.fill_(-4)
-        scalars = agent.finish_iteration(torch.randn(10, 5))
-        assert scalars["charts/policy_std"] == pytest.approx(np.exp(expected), rel=0.1)
-        log_std = agent.get_distribution(torch.randn(10, 5))[1]
-        assert log_std.min().item() == pytest.approx(expected, abs=0.1)
-        assert log_std.min() >= expected
+def is_orthogonal(layer: nn.Module, gain: float) -> bool:
+    """Whether the weights' rows or columns are, and have this length; biases must be 0."""
+    weight = layer.weight.flatten(1)
+    gram = weight @ weight.T if len(weight) <= weight.shape[1] else weight.T @ weight
+    same = torch.allclose(gram, gain**2 * torch.eye(len(gram)), rtol=0, atol=1e-4 * gain)
+    return same and not layer.bias.any()
 
 
-def test_initial_policy() -> None:
-    """The first policy is nearly uniform, or nearly centred; biases are 0."""
-    agent = ppo.Agent(Spaces(Box(-1, 1, (5,)), MultiDiscrete([4])), ppo.Args())
-    obs = torch.randn(100, 5)
-    logits = agent.get_logits(obs, agent.actor(obs))
-    assert (logits.softmax(-1) - 0.25).abs().max() < 0.02
-    continuous = continuous_agent()
-    assert continuous.get_action(torch.randn(100, 5)).abs().max() < 0.1
-    assert continuous.log_std.tolist() == [-0.5, -0.5, -0.5]
-    for critic in agent.critic, continuous.critic:
-        weight = critic[2].weight
-        torch.testing.assert_close(weight @ weight.T, 2 * torch.eye(64), atol=1e-4, rtol=0)
-        assert all(not critic[i].bias.any() for i in (0, 2, 4))
-
-
-def test_atari_samples() -> None:
-    """Actions come as often as their probabilities say."""
-    torch.manual_seed(0)
-    agent, logits = atari_agent(), torch.randn(6)
-    samples = (logits + agent.sample_noise(100_000)).argmax(-1)
-    shares = torch.bincount(samples, minlength=6) / 100_000
-    assert (shares - logits.softmax(-1)).abs().max() < 4 * 0.5 / 100_000**0.5
-
-
-def test_heads() -> None:
-    """Heads begin with a gain of 0.01 (actor) and of 1 (critic)."""
-    atari, continuous = atari_agent(), continuous_agent()
-    agent = ppo.Agent(ppo.make_envs(ppo.Args(), 1), ppo.Args())
-    pairs = [(x.actor[-1], x.critic[-1]) for x in (agent, continuous)]
-    for actor, critic in (*pairs, (atari.actor, atari.critic)):
-        gram = actor.weight @ actor.weight.T
-        torch.testing.assert_close(gram, 1e-4 * torch.eye(len(gram)), rtol=0, atol=1e-7)
-        assert critic.weight.norm().item() == pytest.approx(1)
-
-
-def test_initial_cnn() -> None:
-    """Its layers begin with orthogonal weights of gain sqrt(2), and without biases (detail 2)."""
-    layers = [x for x in atari_agent().network if isinstance(x, nn.Conv2d | nn.Linear)]
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_initial_weights(name: str) -> None:
+    """Orthogonal, of gain sqrt(2), 0.01 for the actor's head and 1 for the critic's (detail 2)."""
+    script = MODULES[name]
+    agent = new_agent(script, script.Args(env_id=ENV_IDS[name]))
+    networks = [agent.network] if name == "ppo_atari" else [agent.actor[:-1], agent.critic[:-1]]
+    layers = [x for net in networks for x in net if isinstance(x, nn.Linear | nn.Conv2d)]
     assert len(layers) == 4
-    for layer in layers:
-        weight = layer.weight.flatten(1)
-        gram = weight @ weight.T if len(weight) <= weight.shape[1] else weight.T @ weight
-        torch.testing.assert_close(gram, 2 * torch.eye(len(gram)), rtol=0, atol=1e-4)
-        assert not layer.bias.any()
+    assert all(is_orthogonal(layer, 2**0.5) for layer in layers)
+    heads = (agent.actor, agent.critic)
+    actor, critic = heads if name == "ppo_atari" else (x[-1] for x in heads)
+    assert is_orthogonal(actor, 0.01)
+    assert is_orthogonal(critic, 1.0)
+    if name == "ppo_continuous":
+        assert agent.log_std.tolist() == [-0.5] * 6
+
+
+@pytest.mark.parametrize(
+    ("script", "env_id", "kwargs", "told"),
+    [
+        (ppo, "Choices", {"kind": "multi_discrete"}, "see recipes/multi_discrete.diff"),
+        (ppo, "Choices", {"kind": "multi_binary"}, "see recipes/multi_discrete.diff"),
+        (ppo, "Choices", {"kind": "discrete"}, r"Discrete\(3, start=7\), not 0 to n - 1"),
+        (ppo, "Unusable", {"kind": "dict"}, "actions Dict"),
+        (ppo, "Probe", {"continuous": True}, "ppo_continuous.py for a Box"),
+        (ppo_continuous, "Probe", {}, r"Discrete\(2\), not a vector within bounds"),
+        (ppo_continuous, "Unusable", {"kind": "scalar"}, "not a vector within bounds"),
+        (ppo_continuous, "Unusable", {"kind": "matrix"}, "not a vector within bounds"),
+        (ppo_continuous, "Unusable", {"kind": "unbounded"}, "not a vector within bounds"),
+        (ppo_continuous, "Unusable", {"kind": "half"}, "not a vector within bounds"),
+    ],
+)
+def test_refused_actions(script: Any, env_id: str, kwargs: dict, told: str) -> None:
+    """Actions that a script can't choose are refused, with what to do instead."""
+    args = script.Args(env_id=f"probe_envs:{env_id}-v0", env_kwargs=json.dumps(kwargs))
+    with pytest.raises(script.UsageError, match=told):
+        script.make_envs(args, 2)
+
+
+def test_next_step_resets_are_refused() -> None:
+    """gymnasium's own CartPole for arrays resets in the next step, which would be learned from."""
+    with pytest.raises(ppo.UsageError, match="doesn't reset in the same step"):
+        ppo.make_envs(ppo.Args(vectorization="vector_entry_point"), 2)

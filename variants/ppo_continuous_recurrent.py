@@ -149,7 +149,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     space = envs.single_action_space
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or not space.is_bounded():
         raise UsageError(f"{args.env_id} has actions {space}, not a vector within bounds")
-    half = (space.high - space.low) / 2
+    half = space.high / 2 - space.low / 2
     center = space.low + half
     envs = TransformAction(envs, lambda x: (center + half * x).clip(space.low, space.high))
     return RecordEpisodeStatistics(envs)
@@ -320,7 +320,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     grad_norm = sum(x.square().sum() for x in gradients) ** 0.5
     scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)  # detail 11
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = (scale * gradient).contiguous()  # fused Adam needs it for convolutions
+        parameter.grad = torch.empty_like(parameter).copy_(scale * gradient)  # laid out like it
     with torch.no_grad():  # detail 12; both KL estimates: http://joschu.net/blog/kl-approx.html
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
@@ -456,7 +456,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     # A rollout, on the host, where the environments are; next_obs is what a step led to
     shape = args.num_steps, args.num_envs
     obs, next_obs = np.zeros((2, *shape, *envs.single_observation_space.shape), np.float32)
-    actions = np.zeros((args.num_steps, *envs.action_space.shape), envs.action_space.dtype)
+    actions = np.zeros((args.num_steps, *envs.action_space.shape), np.float32)
     rewards = np.zeros(shape, np.float32)
     terminations, truncations = np.zeros((2, *shape), bool)
     states, next_states = torch.zeros(2, *shape, 2 * args.hidden_size, device=device)
