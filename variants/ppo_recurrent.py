@@ -95,7 +95,7 @@ class UsageError(Exception):
 def check(args: Args) -> None:
     """Raise `UsageError` for numbers that can't work."""
     counts = "num_envs num_steps num_minibatches update_epochs checkpoint_interval"
-    positive += " hidden_size sequence_length"
+    counts += " hidden_size sequence_length"
     rest = "seed num_threads eval_episodes learning_rate clip_coef ent_coef vf_coef max_grad_norm"
     for names, low, high in (counts, 1, 1e9), (rest, 0, 1e9), ("gamma gae_lambda target_kl", 0, 1):
         for name in names.split():
