@@ -135,7 +135,7 @@ class Games(VectorWrapper):
 
 def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
     """Make games (detail 1) in ALE's vector environment: (num_envs, 84, 84, 4) bytes, raw rewards.
-    One that is over is reset in the same step; `infos["final_obs"]` has its last observation.
+    One that is over is reset in the same step; `infos` has its "final_obs".
     """
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), scales, greys and stacks
     # the screens (details 18, 20), and presses fire and no-ops after a reset (details 17, 14).
@@ -146,7 +146,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
             "reward_clipping": False,  # train takes their signs (detail 19)
         }
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
-    except (gym.error.Error, json.JSONDecodeError) as error:
+    except (gym.error.Error, ModuleNotFoundError, json.JSONDecodeError) as error:
         raise UsageError(f"cannot make {args.env_id} with {args.env_kwargs}: {error}") from error
     envs = Games(RecordEpisodeStatistics(envs))
     if videos:  # at most 10,000 steps of each game, as they are kept in memory
@@ -409,7 +409,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 terminations[t] |= infos["life_lost"]  # detail 16
                 global_step += args.num_envs
                 for i in np.flatnonzero(infos.get("_episode", [])):  # whose episode ended
-                    next_obs[t, i] = infos["final_obs"][i]  # new_obs is of the next episode
+                    next_obs[t, i] = infos["final_obs"][i]  # new_obs and infos are the next one's
                     total, length = (float(infos["episode"][key][i]) for key in "rl")
                     last_returns = [*last_returns[-99:], total]
                     charts = {"charts/episodic_return": total, "charts/episodic_length": length}
@@ -498,6 +498,6 @@ if __name__ == "__main__":
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores the first
                     signal.signal(number, stop)
             train(args)
-    except (UsageError, ModuleNotFoundError) as error:
+    except UsageError as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -120,7 +120,7 @@ def check(args: Args) -> None:
 def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
     """Make environments (detail 1) with flat observations, (num_envs, obs_size), and raw rewards.
 
-    One whose episode ends is reset in the same step; `infos["final_obs"]` has its last observation.
+    One whose episode ends is reset in the same step; `infos` has its "final_obs" and "final_info".
     """
 
     def wrap(env: gym.Env) -> gym.Env:
@@ -141,7 +141,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         if mode != "vector_entry_point":
             kwargs |= {"vector_kwargs": {"autoreset_mode": "SameStep"}, "wrappers": [wrap]}
         envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
-    except (gym.error.Error, json.JSONDecodeError) as error:
+    except (gym.error.Error, ModuleNotFoundError, json.JSONDecodeError) as error:
         raise UsageError(f"cannot make {args.env_id} with {args.env_kwargs}: {error}") from error
     can_stagger = getattr(envs.unwrapped, "set_attr", not args.stagger)
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP or not can_stagger:
@@ -213,7 +213,7 @@ class Agent(nn.Module):
         obs_size = envs.single_observation_space.shape[0]
         num_actions = envs.single_action_space.shape[0]
         self.obs_rms, self.return_rms = RunningMeanStd(obs_size), RunningMeanStd()
-        self.log_std = nn.Parameter(torch.full((num_actions,), log_std_init))  # detail 24
+        self.log_std = nn.Parameter(torch.full((num_actions,), log_std_init))  # detail 24, its own
         self.lstm = nn.LSTM(obs_size, hidden_size)
         for name, x in self.lstm.named_parameters():  # detail 32
             nn.init.zeros_(x) if "bias" in name else nn.init.orthogonal_(x)
@@ -265,7 +265,7 @@ class Agent(nn.Module):
 
     def make_act(self) -> Callable:
         """The policy until its update: act(obs, states, noise) -> actions, states; 0: its mode."""
-        # A change of the distribution belongs in evaluate_actions, too.
+        # Change evaluate_actions alike; keep noise 0 the mode.
         actor, std = in_numpy(self.actor), self.log_std.exp().numpy(force=True)
 
         @torch.no_grad()
@@ -493,7 +493,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 next_obs[t], next_states[t] = new_obs, new_states
                 global_step += args.num_envs
                 for i in np.flatnonzero(infos.get("_episode", [])):  # whose episode ended
-                    next_obs[t, i] = infos["final_obs"][i]  # new_obs is of the next episode
+                    next_obs[t, i] = infos["final_obs"][i]  # new_obs and infos are the next one's
                     new_states[i] = 0  # detail 34
                     total, length = (float(infos["episode"][key][i]) for key in "rl")
                     charts = {"charts/episodic_return": total, "charts/episodic_length": length}
@@ -519,7 +519,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 past_returns[t] = discounted_returns = args.gamma * discounted_returns + rewards[t]
                 discounted_returns *= ~dones[t]
             agent.return_rms.update(tensor(past_returns).flatten())
-            scaled_rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
+            rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
 
             metrics = defaultdict(list)
             for epoch in range(args.update_epochs):
@@ -535,7 +535,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                     values = b_values.view(shape[::-1]).T.cpu().numpy()
                     next_values = np.roll(values, -1, 0)  # row t + 1; the last row's come below
                     next_values[is_last] = end_values.cpu().numpy()
-                    deltas = scaled_rewards + args.gamma * next_values * ~terminations - values
+                    deltas = rewards + args.gamma * next_values * ~terminations - values
                     discounts = args.gamma * args.gae_lambda * ~dones
                     advantages, advantage = np.zeros_like(deltas), 0.0
                     for t in reversed(range(args.num_steps)):
@@ -607,6 +607,6 @@ if __name__ == "__main__":
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores the first
                     signal.signal(number, stop)
             train(args)
-    except (UsageError, ModuleNotFoundError) as error:
+    except UsageError as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -116,7 +116,7 @@ def check(args: Args) -> None:
 def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
     """Make environments (detail 1) with flat observations, (num_envs, obs_size), and raw rewards.
 
-    One whose episode ends is reset in the same step; `infos["final_obs"]` has its last observation.
+    One whose episode ends is reset in the same step; `infos` has its "final_obs" and "final_info".
     """
 
     def wrap(env: gym.Env) -> gym.Env:
@@ -137,7 +137,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         if mode != "vector_entry_point":
             kwargs |= {"vector_kwargs": {"autoreset_mode": "SameStep"}, "wrappers": [wrap]}
         envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
-    except (gym.error.Error, json.JSONDecodeError) as error:
+    except (gym.error.Error, ModuleNotFoundError, json.JSONDecodeError) as error:
         raise UsageError(f"cannot make {args.env_id} with {args.env_kwargs}: {error}") from error
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         raise UsageError(f"{args.env_id} doesn't reset in the same step: {envs.metadata}")
@@ -222,7 +222,7 @@ class Agent(nn.Module):
         return features[position, piece]
 
     def get_logits(self, obs: Tensor, actor: Callable) -> Tensor:
-        """Logits, (B, num_actions), by self.actor, or to act by its NumPy twin, from arrays."""
+        """Logits, (B, num_actions), by self.actor, or to act by its NumPy twin: mask them here."""
         return actor(obs)
 
     def sample_noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -452,7 +452,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 next_obs[t], next_states[t] = new_obs, new_states
                 global_step += args.num_envs
                 for i in np.flatnonzero(infos.get("_episode", [])):  # whose episode ended
-                    next_obs[t, i] = infos["final_obs"][i]  # new_obs is of the next episode
+                    next_obs[t, i] = infos["final_obs"][i]  # new_obs and infos are the next one's
                     new_states[i] = 0  # detail 34
                     total, length = (float(infos["episode"][key][i]) for key in "rl")
                     last_returns = [*last_returns[-99:], total]
@@ -551,6 +551,6 @@ if __name__ == "__main__":
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores the first
                     signal.signal(number, stop)
             train(args)
-    except (UsageError, ModuleNotFoundError) as error:
+    except UsageError as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)
