@@ -142,7 +142,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         raise UsageError(f"{args.env_id} doesn't reset in the same step: {envs.metadata}")
     space = envs.single_action_space
-    if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
+    if not isinstance(space, gym.spaces.Discrete) or space.start:
         other = "see recipes/multi_discrete.diff, or ppo_continuous.py for a Box"
         raise UsageError(f"{args.env_id} has actions {space}, not 0 to n - 1: {other}")
     return RecordEpisodeStatistics(envs)
@@ -332,9 +332,10 @@ def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict:
 
 
 def log(writer: SummaryWriter, scalars: dict, step: int) -> None:
-    """Write scalars as one event: one `add_scalar` for each takes a tenth of CartPole's speed."""
+    """Write scalars as one event and wait for it: its thread would slow each step meanwhile."""
     values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
     writer.file_writer.add_summary(Summary(value=values), step)
+    writer.flush()
 
 
 def evaluate(args: Args, folder: str | Path) -> float:
@@ -378,7 +379,6 @@ def train(args: Args, report: Callable | None = None) -> float:
     Returns the mean raw return of the last 100 episodes, nan if none ended. After each iteration
     `report(global_step, mean_return)` is called; if it returns True, the run is saved and ends.
     """
-    # Set-up
     check(args)
     config = json.loads(json.dumps(asdict(args)))  # plain numbers, which can be loaded safely
     device, batch_size = set_up_torch(args), args.num_envs * args.num_steps
