@@ -344,7 +344,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         optimizer.load_state_dict(optimizer.state_dict() | {"state": checkpoint["optimizer"]})
     num_iterations = (args.total_timesteps - first_step) // batch_size
     if num_iterations < 1:
-        raise UsageError(f"{args.total_timesteps=}: no {batch_size} are left after {first_step}")
+        raise UsageError(f"nothing to train: raise total_timesteps to {first_step + batch_size}")
     # The time limit of an episode, 1 if there is none
     limit = max(1, envs.spec.kwargs.get("max_episode_steps", envs.spec.max_episode_steps) or 1)
     if args.checkpoint_interval * args.num_steps < limit:

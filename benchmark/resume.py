@@ -46,7 +46,7 @@ SHORT = {
     "ppo.py": "",
     "ppo_continuous.py": "--num-envs 4 --num-steps 128 --num-minibatches 8",
     "variants/ppo_recurrent.py": "",
-    "ppo_atari.py": "--num-steps 64 --checkpoint-interval 2 --eval-episodes 1",
+    "ppo_atari.py": "--num-steps 64 --checkpoint-interval 2",
 }
 
 
@@ -66,6 +66,7 @@ def content(folder: Path) -> tuple[dict[str, Any], dict[str, list[tuple[int, flo
     tags = set(events.Tags()["scalars"]) - {"charts/SPS"}
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    saved["args"].pop("resume")  # the folder, where it was resumed
     return saved, scalars
 
 
@@ -103,12 +104,12 @@ def disturbed_run(
             process.wait()
             checkpoint, step = next(folder.glob("runs/*/checkpoint.pt"), None), 0
             if checkpoint:
-                saved, scalars = content(checkpoint.parent)
-                step = saved["global_step"]
+                saved, _ = content(checkpoint.parent)
+                step, given = saved["global_step"], saved["args"]
             made.append(f"after {seconds:.2f} s, checkpoint of step {step}")
             print(f"  killed {made[-1]}", flush=True)
-            if step and "eval/return" in scalars:  # it was killed when all was done
-                return checkpoint.parent, made
+            if step and step + given["num_envs"] * given["num_steps"] > given["total_timesteps"]:
+                return checkpoint.parent, made  # it was killed when all was done
             continue
         if process.returncode:
             sys.exit(f"{script} {' '.join(begin)} ended with status {process.returncode}")
@@ -123,6 +124,7 @@ def main(args: Args) -> int:
             continue
         print(script, command, flush=True)
         rng, flags = random.Random(args.seed), [*command.split(), *SHORT[script].split()]
+        flags += ["--eval-episodes", "0"]
         with tempfile.TemporaryDirectory() as folder:
             start = time.perf_counter()
             whole, _ = disturbed_run(script, flags, Path(folder), 0, float)

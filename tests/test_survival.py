@@ -112,7 +112,7 @@ def test_steered() -> None:
     """A finished run goes on with other flags; steps are counted on, and the first part stays."""
     script, run = MODULES["ppo"], trained("ppo", eval_episodes=1)
     before = content(run)
-    with pytest.raises(script.UsageError, match="no 512 are left after 2048"):
+    with pytest.raises(script.UsageError, match="raise total_timesteps to 2560"):
         go_on(script, run)
     # Two iterations of 512 steps, then four of 128.
     go_on(script, run, total_timesteps=3072, gamma=0.9)
@@ -328,8 +328,8 @@ ERRORS = [
     ),
     ("ppo_continuous", "--gamma 1.1", "gamma must be 0 to 1, not 1.1"),
     ("ppo_continuous", "--gae-lambda -0.1", "gae_lambda must be 0 to 1, not -0.1"),
-    ("ppo", "--total-timesteps 0", "no 512 are left"),
-    ("ppo", "--num-envs 64 --total-timesteps 1000", "no 8192 are left"),
+    ("ppo", "--total-timesteps 0", "raise total_timesteps to 512"),
+    ("ppo", "--num-envs 64 --total-timesteps 1000", "raise total_timesteps to 8192"),
     ("ppo", "--device cuda:99", "no device cuda:99"),
     ("ppo", "--device gpu", "no device gpu"),
     ("ppo", "--resume nothing", "nothing"),
