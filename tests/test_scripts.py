@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SCRIPTS
-from helpers import MODULES, command, only_run, refusal, scalars
+from helpers import MODULES, command, only_run, scalars
 from report import PAGES, renewed
 from run import label
 
