@@ -10,7 +10,7 @@ ppo.py with an LSTM, for what one observation doesn't show; `diff` the two.
     python ppo_recurrent.py --env-id CartPole-v1 --mask-velocity
 
 "Detail n": see "The 37 Implementation Details of Proximal Policy Optimization", Huang et al. 2022,
-its lists counted through: 1-13 core, 14-22 Atari, 23-31 continuous actions, 32-36 LSTM.
+numbered through: 1-13 core, 14-22 Atari, 23-31 continuous actions, 32-36 LSTM.
 """
 
 import json
@@ -58,7 +58,7 @@ class Args:
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project of Weights & Biases
 
-    checkpoint_interval: int = 1000  # iterations between checkpoints, which reset environments
+    checkpoint_interval: int = 1000  # iterations between checkpoints; each cuts running episodes
     eval_episodes: int = 10  # episodes to evaluate, after the training or with --evaluate
     eval_greedy: bool = True  # take the most probable actions in them, instead of sampling
     eval_checkpoints: bool = False  # evaluate at every checkpoint, too: a learning curve
@@ -99,7 +99,7 @@ def check(args: Args) -> None:
     rest = "seed num_threads eval_episodes learning_rate clip_coef ent_coef vf_coef max_grad_norm"
     for names, low, high in (counts, 1, 1e9), (rest, 0, 1e9), ("gamma gae_lambda target_kl", 0, 1):
         for name in names.split():
-            if not low <= (getattr(args, name) or 0) <= high:  # nan isn't
+            if not low <= (getattr(args, name) or 0) <= high:  # nan fails
                 raise UsageError(f"{name} must be {low} to {high:g}, not {getattr(args, name)}")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
@@ -116,7 +116,7 @@ def check(args: Args) -> None:
 def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
     """Make environments (detail 1) with flat observations, (num_envs, obs_size), and raw rewards.
 
-    One whose episode ends is reset in the same step; `infos` has its "final_obs" and "final_info".
+    Where an episode ends, step returns the next one's first obs; `infos["final_obs"]` has its last.
     """
 
     def wrap(env: gym.Env) -> gym.Env:
@@ -160,14 +160,14 @@ def in_numpy(layer: nn.Module) -> Callable:
     kind = None if layer._forward_hooks or layer._forward_pre_hooks else type(layer)
     if kind is nn.Sequential:
         functions = [in_numpy(x) for x in layer]
-        return lambda x: reduce(lambda output, function: function(output), functions, x)
+        return lambda x: reduce(lambda y, function: function(y), functions, x)
     if kind is nn.Linear and layer.bias is not None:
         weight, bias = (x.numpy(force=True) for x in (layer.weight.T, layer.bias))
         return lambda x: x @ weight + bias
     if kind is nn.Tanh:
         return np.tanh
     device = next(layer.parameters(), torch.zeros(0)).device
-    return lambda x: layer(torch.as_tensor(x, device=device)).numpy(force=True)  # by PyTorch
+    return lambda x: layer(torch.as_tensor(x, device=device)).numpy(force=True)  # others: PyTorch
 
 
 class Agent(nn.Module):
@@ -222,11 +222,11 @@ class Agent(nn.Module):
         return features[position, piece]
 
     def get_logits(self, obs: Tensor, actor: Callable) -> Tensor:
-        """Logits, (B, num_actions), by self.actor, or to act by its NumPy twin: mask them here."""
+        """Logits, (B, num_actions), of tensors or, to act, of NumPy arrays: mask both here."""
         return actor(obs)
 
     def sample_noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
-        """Gumbel noise, (*shape, num_actions): argmax(logits + noise) samples the softmax."""
+        """Gumbel noise, (*shape, num_actions): argmax(logits + noise) samples softmax."""
         return rng.gumbel(size=(*shape, self.num_actions)).astype(np.float32)
 
     def make_act(self) -> Callable:
@@ -267,7 +267,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # Policy loss (detail 8)
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # torch.compile freezes numbers in clamp
+    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: torch.compile freezes numbers
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -279,13 +279,13 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     value_loss = 0.5 * squared_errors.mean()
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()  # detail 10
-    # Not backward() and clip_grad_norm_(): torch.compile can't have those in one graph.
+    # backward() and clip_grad_norm_(), by hand: one graph for torch.compile (detail 11)
     parameters = [x for group in optimizer.param_groups for x in group["params"] if x.requires_grad]
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     grad_norm = sum(x.square().sum() for x in gradients) ** 0.5
-    scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)  # detail 11
+    scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = torch.empty_like(parameter).copy_(scale * gradient)  # laid out like it
+        parameter.grad = torch.empty_like(parameter).copy_(scale * gradient)  # same memory layout
     with torch.no_grad():  # detail 12; both KL estimates: http://joschu.net/blog/kl-approx.html
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
@@ -332,7 +332,7 @@ def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict:
 
 
 def log(writer: SummaryWriter, scalars: dict, step: int) -> None:
-    """Write scalars as one event and wait for it: its thread would slow each step meanwhile."""
+    """Write scalars as one event, at once: a waiting writer's thread slows the next steps."""
     values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
     writer.file_writer.add_summary(Summary(value=values), step)
     writer.flush()
@@ -365,7 +365,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
     return mean
 
 
-STOP = []  # train stops once it isn't empty; holds the replaced signal handlers
+STOP = []  # train ends once there is something in it
 
 
 def stop(number: int, frame: object) -> None:
@@ -390,9 +390,9 @@ def train(args: Args, report: Callable | None = None) -> float:
     learning_rate = tensor(args.learning_rate)  # no float: it would recompile
     optimizer = optim.Adam(agent.parameters(), learning_rate, eps=1e-5, fused=not args.compile)
     torch._dynamo.config.trace_autograd_ops = args.compile  # autograd.grad within one graph
-    torch._logging.set_logs(dynamo=40)  # errors, not what it says of the optimizer's profiling
+    torch._logging.set_logs(dynamo=40)  # errors only: else it warns of the optimizer's profiling
     torch.compiler.reset()  # forget what an earlier call of train compiled
-    compiled_update = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
+    gradient_step = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path("runs", run_name.replace("/", "-").replace(":", "-"))
@@ -417,13 +417,13 @@ def train(args: Args, report: Callable | None = None) -> float:
     writer = SummaryWriter(folder, purge_step=first_step + 1)
     writer.add_text("hyperparameters", str(config), first_step)
 
-    # A rollout, on the host, where the environments are; next_obs is what a step led to
+    # A rollout, on the CPU; real_next_obs has the last observation of an episode that ends
     shape = args.num_steps, args.num_envs
-    obs, next_obs = np.zeros((2, *shape, *envs.single_observation_space.shape), np.float32)
+    obs, real_next_obs = np.zeros((2, *shape, *envs.single_observation_space.shape), np.float32)
     actions = np.zeros((args.num_steps, *envs.action_space.shape), envs.action_space.dtype)
     rewards = np.zeros(shape, np.float32)
     terminations, truncations = np.zeros((2, *shape), bool)
-    states, next_states = torch.zeros(2, *shape, 2 * args.hidden_size, device=device)
+    states, real_next_states = torch.zeros(2, *shape, 2 * args.hidden_size, device=device)
 
     global_step, start_time = first_step, time.time()
     print(f"training in {folder}")
@@ -437,24 +437,24 @@ def train(args: Args, report: Callable | None = None) -> float:
                 env_seed = int(rng.integers(2**30))
                 seed_everything(env_seed)
                 envs = make_envs(args, args.num_envs)
-                new_obs, _ = envs.reset(seed=env_seed)
-                new_states = torch.zeros_like(states[0])  # detail 33
+                next_obs, _ = envs.reset(seed=env_seed)
+                next_states = torch.zeros_like(states[0])  # detail 33
             if args.anneal_lr:  # detail 4; a second group of parameters keeps its rate
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
-            # Rollout. The policy is fixed: noise is drawn before, log-probs and values come after.
+            # Rollout. Weights don't change in it: noise comes before, log-probs and values after.
             act, noise = agent.make_act(), agent.sample_noise(rng, *shape)
             for t in range(args.num_steps):
-                obs[t], states[t] = new_obs, new_states
-                actions[t], new_states = act(obs[t], states[t], noise[t])
-                new_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t])
-                next_obs[t], next_states[t] = new_obs, new_states
+                obs[t], states[t] = next_obs, next_states
+                actions[t], next_states = act(obs[t], states[t], noise[t])
+                next_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t])
+                real_next_obs[t], real_next_states[t] = next_obs, next_states
                 global_step += args.num_envs
                 for i in np.flatnonzero(infos.get("_episode", [])):  # whose episode ended
-                    next_obs[t, i] = infos["final_obs"][i]  # new_obs and infos are the next one's
-                    new_states[i] = 0  # detail 34
-                    total, length = (float(infos["episode"][key][i]) for key in "rl")
+                    real_next_obs[t, i] = infos["final_obs"][i]  # next_obs is the next one's first
+                    next_states[i] = 0  # detail 34
+                    total, length = (float(infos["episode"][x][i]) for x in "rl")  # return, length
                     last_returns = [*last_returns[-99:], total]
                     charts = {"charts/episodic_return": total, "charts/episodic_length": length}
                     log(writer, charts, global_step)
@@ -464,41 +464,42 @@ def train(args: Args, report: Callable | None = None) -> float:
             is_first = np.roll(dones, 1, 0)
             is_first[:: args.sequence_length] = True
             pieces = b_obs, states.transpose(0, 1).flatten(0, 1), tensor(is_first.T).flatten()
-            is_last = truncations.copy()  # where next_values need next_obs; terminations need none
-            is_last[-1] = True
+            is_cut = truncations.copy()  # or rollout's end: the next value isn't the next row's
+            is_cut[-1] = True
             with torch.no_grad():
                 b_features = agent.get_features(*pieces)
-                b_logprobs, _, b_values = agent.evaluate_actions(b_features, b_actions)
+                b_logprobs, _, rollout_values = agent.evaluate_actions(b_features, b_actions)
 
             metrics = defaultdict(list)
             for epoch in range(args.update_epochs):
-                # Generalized advantage estimation (arXiv:1506.02438, eq. 16; detail 5). The value
-                # after a termination is 0, after a truncation that of the true last observation.
+                # GAE (arXiv:1506.02438, eq. 16; detail 5), once or at each epoch. The value after a
+                # termination is 0, after a truncation that of the episode's last observation.
                 if epoch == 0 or args.recompute_advantages:
                     with torch.no_grad():
+                        b_values = rollout_values
                         if epoch > 0:
                             b_values = agent.get_value(agent.get_features(*pieces))
-                        end_obs = tensor(next_obs[is_last])[None]
-                        end_features, _ = agent.remember(end_obs, next_states[is_last])
+                        end_obs = tensor(real_next_obs[is_cut])[None]
+                        end_features, _ = agent.remember(end_obs, real_next_states[is_cut])
                         end_values = agent.get_value(end_features[0])
-                    values = b_values.view(shape[::-1]).T.cpu().numpy()
+                    values = b_values.view(shape[::-1]).T.numpy(force=True)
                     next_values = np.roll(values, -1, 0)  # row t + 1; the last row's come below
-                    next_values[is_last] = end_values.cpu().numpy()
+                    next_values[is_cut] = end_values.numpy(force=True)
                     deltas = rewards + args.gamma * next_values * ~terminations - values
                     discounts = args.gamma * args.gae_lambda * ~dones
                     advantages, advantage = np.zeros_like(deltas), 0.0
                     for t in reversed(range(args.num_steps)):
                         advantages[t] = advantage = deltas[t] + discounts[t] * advantage
                     b_advantages = tensor(advantages.T).flatten()
-                    b_returns = b_advantages + b_values
+                    b_returns = b_advantages + b_values  # the critic's targets
                     batch = *pieces, b_actions, b_logprobs, b_advantages, b_returns, b_values
 
                 # Update
                 sequences = np.arange(batch_size).reshape(-1, args.sequence_length)
                 b_indices = tensor(rng.permutation(sequences)).flatten()  # details 6, 35
                 for indices in b_indices.chunk(args.num_minibatches):
-                    for name, x in compiled_update(agent, optimizer, batch, indices, args).items():
-                        metrics[name].append(x.clone())  # the next CUDA graph would overwrite it
+                    for name, x in gradient_step(agent, optimizer, batch, indices, args).items():
+                        metrics[name].append(x.clone())  # CUDA graphs reuse x
                 kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
                 if args.target_kl and kls.mean() > args.target_kl:
                     break
@@ -507,10 +508,10 @@ def train(args: Args, report: Callable | None = None) -> float:
             scalars = {name: torch.stack(x).mean().item() for name, x in metrics.items()}
             if bad := [name for name, x in scalars.items() if not np.isfinite(x)]:
                 raise UsageError(f"infinite or nan at step {global_step}: {bad}")
-            debug = {"values": b_values, "returns": b_returns, "advantages": b_advantages}
+            debug = {"values": rollout_values, "returns": b_returns, "advantages": b_advantages}
             scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
-            # Advantages are what returns have beyond the values: the unexplained part
-            scalars["losses/explained_variance"] = 1 - (b_advantages.var() / b_returns.var()).item()
+            unexplained = (b_returns - rollout_values).var() / b_returns.var()
+            scalars["losses/explained_variance"] = 1 - unexplained.item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
             scalars["charts/SPS"] = (global_step - first_step) / (time.time() - start_time)
             log(writer, scalars, global_step)
