@@ -59,7 +59,7 @@ def test_same_flag_same_help() -> None:
         assert [field for field, *_ in found] == [*MODULES[name].Args.__dataclass_fields__]
         for field, *rest in found:
             texts[field].add(tuple(rest))
-    # An MLP is fastest in one thread; games are made by ALE; one of them stops within an epoch, too.
+    # An MLP is fastest in one thread; games are made by ALE; only one stops within an epoch, too.
     different = {"env_id", "env_kwargs", "num_threads", "target_kl"}
     assert {x for x in texts if len(texts[x]) > 1} == different
 
