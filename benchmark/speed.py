@@ -1,110 +1,128 @@
-"""Measure speed: beside Stable-Baselines3 and CleanRL, and against the sizes of a run.
+"""Time the scripts: beside others, beside their own past, by number and source of environments.
 
-    pip install -r benchmark/requirements.txt
+    pip install -r benchmark/requirements.txt envpool==1.2.5
+    python benchmark/speed.py peers --sb3 /tmp/sb3 --cleanrl /tmp/cleanrl
+    git worktree add /tmp/before 36ac8bd && python benchmark/speed.py before --folder /tmp/before
+    python benchmark/speed.py sources
+    python benchmark/speed.py slow
+
+/tmp/sb3 is a virtual environment, /tmp/cleanrl has one beside CleanRL's repository:
+
     python -m venv /tmp/sb3
-    /tmp/sb3/bin/pip install stable-baselines3==2.9.2 torch==2.13.0 "gymnasium[mujoco]" \
-        mujoco==3.10.0 tensorboard ale-py==0.12.1 opencv-python-headless
+    /tmp/sb3/bin/pip install sb3-contrib==2.9.2 torch==2.13.0 "gymnasium[mujoco]" mujoco==3.10.0 \
+        tensorboard ale-py==0.12.1 opencv-python-headless
     git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl/repo  # measured: commit fe8d8a0
     python -m venv /tmp/cleanrl/venv
     /tmp/cleanrl/venv/bin/pip install torch==2.13.0 gymnasium==0.29.1 "numpy<2" tyro tensorboard \
-        mujoco==3.10.0 imageio opencv-python-headless ale-py==0.8.1 "shimmy[atari]==1.3.0" \
-        envpool==0.8.4 gym==0.23.1
+        mujoco==3.10.0 imageio opencv-python-headless ale-py==0.8.1 "shimmy[atari]==1.3.0"
     cp .venv/lib/python3.11/site-packages/ale_py/roms/breakout.bin \
         /tmp/cleanrl/venv/lib/python3.11/site-packages/ale_py/roms  # this ale-py has no games
-    python benchmark/speed.py --peer-python /tmp/sb3/bin/python \
-        --cleanrl-python /tmp/cleanrl/venv/bin/python --cleanrl /tmp/cleanrl/repo/cleanrl
 
-Nothing else should run on the machine meanwhile. Ours and the peers run alternately, with the same
-settings. A speed of ours is of the second half of a run, Stable-Baselines3's of all but its first
-iteration, CleanRL's what it prints, so that neither imports nor compilation count; what they take
-is recorded beside it. Rows go to benchmark/results/speed.csv and scaling.csv, the plot of the
-latter to scaling.png. Rows with --vectorization envpool need `pip install envpool==1.2.5`.
+Nothing else should run on the machine. All of a case take turns, with the same hyper-parameters.
+Ours are timed in the second half of a run, Stable-Baselines3's after its first iteration, CleanRL's
+as it prints it, so that neither imports nor compilation count. Rows go to results/speed.csv.
 """
 
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import matplotlib.pyplot as plt
+import gymnasium as gym
+import numpy as np
 import torch
 import tyro
-from provenance import provenance
-from run import CANONICAL, RESULTS, ROOT, append, events_of, label, read
+from run import CANONICAL, ROOT, append, events_of, label, provenance
 
-NATIVE, ENVPOOL = " --vectorization native", " --vectorization envpool"
 # bfloat16 says nothing about a script on a processor without units for it.
 BF16 = ["--bf16", "--bf16 --compile"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else []
-CASES = {  # environment: script, steps, variants of ours
-    "CartPole-v1": ("ppo.py", 102_400, ["", "--compile"]),
-    "CartPole-v1, 64 environments": (
-        "ppo.py",
-        819_200,
-        [f"--num-envs 64 --compile{x}" for x in ("", NATIVE, ENVPOOL)],
+CLEANRL_HALFCHEETAH = "ppo_continuous_action.py --env-id HalfCheetah-v4 --total-timesteps 16384"
+ARRAYS, ENVPOOL = (
+    f"--vectorization vector_entry_point --env-id variants.fast_envs:{source}/"
+    for source in ("Arrays", "EnvPool")
+)
+MEMORY = "variants/ppo_recurrent.py --mask-velocity --total-timesteps 12800 --num-envs 8"
+MEMORY += " --num-steps 32 --num-minibatches 1 --update-epochs 20 --learning-rate 1e-3"
+MEMORY += " --gamma 0.98 --gae-lambda 0.8 --ent-coef 0"
+PEERS = {  # case: our script, its runs, Stable-Baselines3's steps, CleanRL's script
+    "CartPole-v1": (
+        "ppo.py --env-id CartPole-v1 --total-timesteps 102400",
+        ["", "--compile"],
+        25_600,
+        "ppo.py --total-timesteps 25600",
+    ),
+    "CartPole-v1, 64": (
+        "ppo.py --env-id CartPole-v1 --num-envs 64 --total-timesteps 819200",
+        ["--compile", f"--compile {ARRAYS}CartPole-v1", f"--compile {ENVPOOL}CartPole-v1"],
+        81_920,
+        "ppo.py --num-envs 64 --total-timesteps 163840",
     ),
     "HalfCheetah-v5": (
-        "ppo_continuous.py",
-        24_576,
-        [CANONICAL, f"{CANONICAL} --compile", "", "--compile"],
+        "ppo_continuous.py --env-id HalfCheetah-v5 --total-timesteps 24576",
+        [CANONICAL, f"{CANONICAL} --compile"],
+        16_384,
+        CLEANRL_HALFCHEETAH,
     ),
-    "ALE/Breakout-v5": ("ppo_atari.py", 8192, ["", "--compile", *BF16]),
+    "HalfCheetah-v5, defaults": (
+        "ppo_continuous.py --env-id HalfCheetah-v5 --total-timesteps 65536",
+        ["", "--compile", f"--compile {ENVPOOL}HalfCheetah-v5"],
+        None,  # nobody else has these hyper-parameters
+        None,
+    ),
+    "CartPole-v1 without velocities": (MEMORY, [""], 12_800, None),
+    "ALE/Breakout-v5": (
+        "ppo_atari.py --env-id ALE/Breakout-v5 --total-timesteps 8192",
+        ["", "--compile", *BF16],
+        8192,
+        "ppo_atari.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 8192",
+    ),
 }
-PEER_STEPS = {  # environment: steps of Stable-Baselines3
-    "CartPole-v1": 25_600,
-    "CartPole-v1, 64 environments": 81_920,
-    "HalfCheetah-v5": 16_384,
-    "ALE/Breakout-v5": 8192,
+NUMBERS = [1, 4, 16, 64, 256]
+SOURCES = {  # environment: script, sources, steps in a rollout, steps in a minibatch
+    "CartPole-v1": (
+        "ppo.py",
+        {"sync": "--env-id ", "arrays": ARRAYS, "EnvPool": ENVPOOL},
+        128,
+        128,
+    ),
+    "HalfCheetah-v5": ("ppo_continuous.py", {"sync": "--env-id ", "EnvPool": ENVPOOL}, 32, 64),
 }
-CLEANRL = {  # environment: its script, flags; its HalfCheetah is v4, as gymnasium's was then
-    "CartPole-v1": "ppo.py --total-timesteps 25600",
-    "CartPole-v1, 64 environments": "ppo.py --num-envs 64 --total-timesteps 163840",
-    "HalfCheetah-v5": "ppo_continuous_action.py --env-id HalfCheetah-v4 --total-timesteps 16384",
-    "ALE/Breakout-v5": "ppo_atari.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 8192",
-}
-CLEANRL_ENVPOOL = "ppo_atari_envpool.py --env-id Breakout-v5 --total-timesteps 8192"
-FIGURES = ["first_iteration_s", "peak_mib", "steps_per_s"]
-ENVS, STEPS = (1, 4, 16, 64, 256), (32, 128, 512, 2048)
-SCALES = {  # what varies: its sizes, with steps enough for a few iterations
-    "num_envs": {n: f"--num-envs {n} --total-timesteps {max(20_480, 1024 * n)}" for n in ENVS},
-    "num_steps": {n: f"--num-steps {n} --total-timesteps {max(40_960, 32 * n)}" for n in STEPS},
-    "processes": dict.fromkeys((1, 2), "--num-envs 16 --total-timesteps 81920"),
-}
+Timed = Callable[[], dict[str, float]]  # a run, which returns its figures
 
 
 @dataclass
 class Args:
     """Measure speed."""
 
-    peer_python: str = ""  # the python of an environment with stable-baselines3, see above
-    cleanrl_python: str = ""  # the python of one for CleanRL
-    cleanrl: str = ""  # the folder of its scripts
+    table: tyro.conf.Positional[Literal["peers", "before", "sources", "slow"]]
+    only: str = ""  # cases whose name begins with this
     rounds: int = 5  # alternations; the median counts
-    only: Literal["peer", "cold", "scaling"] | None = None  # part to do; all by default
-    env_id: str | None = None  # environment to compare on; all of them by default
+    sb3: Path | None = None  # the virtual environment of Stable-Baselines3
+    cleanrl: Path | None = None  # the folder of CleanRL's
+    folder: Path | None = None  # where the version to compare with lies
 
 
-def measure(script: str, flags: str, processes: int = 1, scripts: Path = ROOT) -> dict[str, float]:
-    """Run a script, of the folder `scripts`, in an empty folder: its speed, its first iteration and
-    its peak memory.
-    """
-    words = [sys.executable]
-    if processes > 1:
-        words += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-    words += [str(scripts / script), *flags.split(), "--eval-episodes", "0"]
+def ours(command: str, scripts: Path = ROOT) -> dict[str, float]:
+    """Run a script in an empty folder: its speed, its first iteration and its peak memory."""
+    words = [sys.executable, *f"{scripts}/{command} --eval-episodes 0".split()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silence:
-        process = subprocess.Popen(words, cwd=folder, stdout=silence, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            words, cwd=folder, env=environment, stdout=silence, stderr=subprocess.PIPE
+        )
         errors = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise RuntimeError(f"{' '.join(words)} failed:\n{errors.decode()}")
         (run,) = Path(folder, "runs").iterdir()
-        events = events_of(run)
-        iterations = events.Scalars("charts/SPS")
+        iterations = events_of(run).Scalars("charts/SPS")
     middle, last = iterations[len(iterations) // 2 - 1], iterations[-1]
     return {
         "steps_per_s": round((last.step - middle.step) / (last.wall_time - middle.wall_time)),
@@ -113,124 +131,122 @@ def measure(script: str, flags: str, processes: int = 1, scripts: Path = ROOT) -
     }
 
 
-def cleanrl(args: Args, run: str, folder: str, variables: dict[str, str]) -> dict[str, int]:
-    """Run a script of CleanRL's with its flags in a folder, with these environment variables: what
-    it prints last.
-    """
-    command = f"{args.cleanrl_python} {args.cleanrl}/{run} --no-cuda"
-    variables = variables | {"PYTHONPATH": str(Path(args.cleanrl).parent)}
-    done = subprocess.run(
-        command.split(),
-        cwd=folder,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return {"steps_per_s": int(re.findall(r"SPS: (\d+)", done.stdout)[-1])}
+def peer(*words: Any) -> dict[str, float]:
+    """Run somebody else's script in an empty folder: the speed that it prints last."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(x) for x in words]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    speed = int(re.findall(r"SPS: (\d+)", done.stdout)[-1])
+    return {"steps_per_s": speed, "first_iteration_s": "", "peak_mib": ""}
 
 
-def compare(args: Args) -> None:
-    """Time ours, Stable-Baselines3's and CleanRL's, alternately; these have canonical settings."""
-    cases = {args.env_id: CASES[args.env_id]} if args.env_id else CASES
-    for env_id, (script, steps, variants) in cases.items():
-        rows = []
-        for round_number in range(args.rounds):
-            with tempfile.TemporaryDirectory() as folder:
-                speeds = {}
-                if args.peer_python:
-                    sb3 = ROOT / "benchmark/sb3_ppo.py"
-                    command = [args.peer_python, sb3, env_id, str(PEER_STEPS[env_id])]
-                    peer = subprocess.run(
-                        command, cwd=folder, capture_output=True, text=True, check=True
-                    )
-                    steps_per_s = round(float(peer.stdout.split()[-1]))
-                    speeds["Stable-Baselines3"] = {"steps_per_s": steps_per_s}
-                if args.cleanrl:
-                    run = CLEANRL[env_id]
-                    speeds["CleanRL"] = cleanrl(args, run, folder, {})
-                    if "ALE/" in env_id:
-                        speeds["CleanRL, EnvPool"] = cleanrl(args, CLEANRL_ENVPOOL, folder, {})
-                    else:  # small networks can be faster so
-                        one = cleanrl(args, run, folder, {"OMP_NUM_THREADS": "1"})
-                        speeds["CleanRL, one thread"] = one
-            for flags in variants:
-                task = env_id.split(",")[0]
-                run = f"--env-id {task} --total-timesteps {steps} {flags}"
-                speeds[label(script, flags)] = measure(script, run)
-            blank = dict.fromkeys(FIGURES, "")
-            for who, figures in speeds.items():
-                row = {"env_id": env_id, "round": round_number, "who": who}
-                rows.append(row | blank | figures)
-                print(rows[-1], flush=True)
-        append("speed.csv", [row | provenance() for row in rows])
-        by = {who: [r["steps_per_s"] for r in rows if r["who"] == who] for who in speeds}
-        medians = {who: statistics.median(x) for who, x in by.items()}
-        for who, speed in medians.items():
-            first = next(iter(medians))  # a peer
-            print(f"{env_id} {who}: {speed:,.0f}, {speed / medians[first]:.2f} x {first}")
+def alternate(table: str, case: str, runs: dict[str, Timed], rounds: int) -> None:
+    """Time runs, by name, in turn, and append a row for each."""
+    for turn in range(rounds):
+        for who, run in runs.items():
+            row = {"table": table, "case": case, "who": who, "round": turn} | run()
+            print(row, flush=True)
+            append("speed.csv", [row | provenance()])
 
 
-def cold() -> None:
-    """What compilation takes where nothing was compiled before."""
-    rows = []
-    for env_id, (script, steps, variants) in CASES.items():
-        for flags in (x for x in variants if "--compile" in x and "--vec" not in x):
-            run = f"--env-id {env_id.split(',')[0]} --total-timesteps {steps} {flags}"
-            with tempfile.TemporaryDirectory() as cache:
-                os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-                figures = measure(script, run)
-                del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-            row = {"env_id": env_id, "round": 0, "who": f"{label(script, flags)}, empty cache"}
-            rows.append(row | {key: figures[key] for key in FIGURES})
-            print(rows[-1], flush=True)
-    append("speed.csv", [row | provenance() for row in rows])
+def peers(args: Args) -> dict[str, dict[str, Timed]]:
+    """Ours beside Stable-Baselines3's and CleanRL's."""
+    cases = {}
+    for case, (command, variants, sb3_steps, cleanrl) in PEERS.items():
+        runs = cases[case] = {}
+        if args.sb3 and sb3_steps:
+            script = ROOT / "benchmark/peers.py"
+            python = args.sb3.absolute() / "bin/python"
+            runs["Stable-Baselines3"] = partial(peer, python, script, case, sb3_steps)
+        if args.cleanrl and cleanrl:
+            root = args.cleanrl.absolute()
+            words = f"{root}/venv/bin/python {root}/repo/cleanrl/{cleanrl} --no-cuda".split()
+            runs["CleanRL"] = partial(peer, *words)
+        for flags in variants:
+            runs[label(command.split()[0], flags)] = partial(ours, f"{command} {flags}")
+    return cases
 
 
-def scaling() -> None:
-    """Speed and memory of CartPole against sizes, and a plot of them."""
-    for what, runs in SCALES.items():
-        rows = []
-        for size, flags in runs.items():
-            processes = size if what == "processes" else 1
-            figures = measure("ppo.py", flags, processes)
-            rows.append({"what": what, "size": size, "flags": flags} | figures)
-            print(rows[-1], flush=True)
-        append("scaling.csv", [row | provenance() for row in rows])
-    plot()
+def before(args: Args) -> dict[str, dict[str, Timed]]:
+    """The scripts beside those of another version."""
+    return {
+        f"{case}, {label(command.split()[0], flags)}": {
+            "before": partial(ours, f"{command} {flags}", args.folder.absolute()),
+            "now": partial(ours, f"{command} {flags}"),
+        }
+        for case, (command, variants, *_) in PEERS.items()
+        for flags in variants
+        if "vector_entry_point" not in flags
+    }
 
 
-def plot() -> None:
-    """Draw scaling.png from the last rows of scaling.csv."""
-    rows = read("scaling.csv")
-    figure, axes = plt.subplots(2, 2, figsize=(8, 5), sharex="col")
-    for column, what in enumerate(["num_envs", "num_steps"]):
-        points = {int(r["size"]): r for r in rows if r["what"] == what}
-        for axis, key in zip(axes[:, column], ["steps_per_s", "peak_mib"], strict=True):
-            values = [float(row[key]) for row in points.values()]
-            axis.plot(list(points), values, "o-")
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(list(points), [str(x) for x in points])
-            axis.set_ylim(0, 1.1 * max(values))
-            axis.grid(alpha=0.3)
-        axes[1, column].set_xlabel(what)
-    axes[0, 0].set_ylabel("steps a second")
-    axes[1, 0].set_ylabel("peak memory, MiB")
-    figure.suptitle("ppo.py on CartPole-v1, otherwise at its defaults")
-    figure.tight_layout()
-    figure.savefig(RESULTS / "scaling.png", dpi=110)
+def sources(args: Args) -> dict[str, dict[str, Timed]]:
+    """Sources of environments by their number, compiled."""
+    cases = {}
+    for env_id, (script, choices, num_steps, minibatch_size) in SOURCES.items():
+        for number in NUMBERS:
+            batch_size = number * num_steps
+            flags = f"--num-envs {number} --num-steps {num_steps} --compile"
+            flags += f" --num-minibatches {max(1, batch_size // minibatch_size)}"
+            flags += f" --total-timesteps {batch_size * max(6, 40_000 // batch_size)}"
+            cases[f"{env_id}, {number}"] = {
+                who: partial(ours, f"{script} {flags} {source}{env_id}")
+                for who, source in choices.items()
+            }
+    return cases
+
+
+class Slow(gym.Env):
+    """Computes for so many milliseconds at each step; episodes have 100 steps."""
+
+    observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, milliseconds: float) -> None:
+        self.seconds = milliseconds / 1000
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        """Begin an episode."""
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Keep the core busy, for as much of its own time."""
+        end = time.thread_time() + self.seconds
+        while time.thread_time() < end:
+            pass
+        self.steps += 1
+        return np.zeros(4, np.float32), 0.0, False, self.steps == 100, {}
+
+
+gym.register("Slow-v0", Slow)
+
+
+def slow(args: Args) -> dict[str, dict[str, Timed]]:
+    """Eight environments that compute for a while, one after another and in processes."""
+    flags = "--num-envs 8 --num-steps 32 --total-timesteps"
+    return {
+        f"{milliseconds} ms": {
+            source: partial(
+                ours,
+                f'ppo.py --env-id speed:Slow-v0 --env-kwargs {{"milliseconds":{milliseconds}}}'
+                f" {flags} {8 * 32 * parts} --vectorization {source}",
+            )
+            for source in ("sync", "async")
+        }
+        for milliseconds, parts in {1: 16, 5: 16, 20: 6}.items()
+    }
 
 
 def main(args: Args) -> None:
-    """Do the parts that were asked for."""
-    if args.only in (None, "peer"):
-        if not (args.peer_python or args.cleanrl):
-            sys.exit("--peer-python or --cleanrl is missing: see the top of this file")
-        compare(args)
-    if args.only in (None, "cold"):
-        cold()
-    if args.only in (None, "scaling"):
-        scaling()
+    """Measure a table."""
+    tables = {"peers": peers, "before": before, "sources": sources, "slow": slow}
+    for case, runs in tables[args.table](args).items():
+        if case.startswith(args.only):
+            alternate(args.table, case, runs, args.rounds)
 
 
 if __name__ == "__main__":
