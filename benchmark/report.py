@@ -44,10 +44,9 @@ PUBLISHED = {
         "InvertedDoublePendulum-v5": (9231, 270),
     },
 }
-# README.md shows all of the main table but these.
-LEFT_OUT = ["MountainCar-v0", "Reacher-v5", "InvertedPendulum-v5"]
-FIGURES = ["steps", "seeds", "training", "lowest .. highest", "greedy", "best", "minutes", "commit"]
-FIGURES += ["CleanRL, training", "Tianshou, best greedy"]
+FIGURES = ["command", "steps", "seeds", "training", "lowest .. highest", "greedy"]
+EVERYTHING = [*FIGURES, "best", "minutes", "commit", "CleanRL, training", "Tianshou, best greedy"]
+SHORT = ["script", "steps", "seeds", "training", "greedy", *EVERYTHING[-2:]]
 PEERS = ["CleanRL", "Stable-Baselines3"]
 SHORT_SPEEDS = [  # case, who, name in the table
     ("CartPole-v1", "ppo.py", "CartPole-v1, 4 environments"),
@@ -97,8 +96,10 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def results(name: str, *columns: str) -> str:
-    """The table of a list of runs.toml, with these columns but for environment and command."""
+    """The table of a list of runs.toml, with these columns beside the environment."""
     cells: dict[str, Callable[[Run, pd.DataFrame], str]] = {
+        "script": lambda run, rows: f"`{run.script}`",
+        "command": lambda run, rows: f"`{label(run.script, run.flags)}`",
         "steps": lambda run, rows: f"{rows.steps.iloc[0]:,}",
         "seeds": lambda run, rows: str(len(rows)),
         "training": lambda run, rows: mean_and_spread(rows.score),
@@ -111,10 +112,9 @@ def results(name: str, *columns: str) -> str:
         "Tianshou, best greedy": lambda run, rows: published("Tianshou", run),
     }
     lines = []
-    for run, seeds in runs_of(name.removesuffix("-short")).items():
-        rows = rows_of(run, seeds)
-        if len(rows) and not ("short" in name and run.env_id in LEFT_OUT):
-            line = {"environment": run.env_id, "command": f"`{label(run.script, run.flags)}`"}
+    for run, seeds in runs_of(name).items():
+        if len(rows := rows_of(run, seeds)):
+            line = {"environment": run.env_id}
             lines.append(line | {x: cells[x](run, rows) for x in columns})
     return table(lines)
 
@@ -139,6 +139,8 @@ def check() -> str:
     for run, seeds in runs_of("check").items():
         frames = [load(name) for name in ("runs.csv", "runs-1.0.csv")]
         new, old = (x[(x[[*Run._fields]] == run).all(axis=1) & x.seed.isin(seeds)] for x in frames)
+        if new.empty:
+            continue
         old = old[old.seed.isin(new.seed)]
         line = {"environment": run.env_id, "seeds": ", ".join(new.seed.astype(str))}
         for key, name in {"score": "training", "greedy": "greedy"}.items():
@@ -218,12 +220,12 @@ def searches() -> str:
 
 
 TABLES = {
-    "main-short": lambda: results("main-short", *FIGURES[:3], "greedy", "minutes", *FIGURES[-2:]),
-    "main": lambda: results("main", *FIGURES),
+    "main-short": lambda: results("main", *SHORT),
+    "main": lambda: results("main", *EVERYTHING),
     "ablation": lambda: ablation("ablation"),
-    "held-out": lambda: results("held-out", *FIGURES[:-1]),
-    "experiments": lambda: results("experiments", *FIGURES[:5], *FIGURES[6:8]),
-    "memory": lambda: results("memory", *FIGURES[:5], *FIGURES[6:8]),
+    "held-out": lambda: results("held-out", *EVERYTHING[:-1]),
+    "experiments": lambda: results("experiments", *FIGURES, "minutes", "commit"),
+    "memory": lambda: results("memory", *FIGURES, "minutes", "commit"),
     "check": check,
     "speed": speeds,
     "speed-short": short_speeds,
