@@ -1,15 +1,17 @@
 """Runs as users start, watch, stop and resume them."""
 
 import contextlib
+import json
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,33 +22,14 @@ MODULES = {name: __import__(name) for name in SCRIPTS}
 # A run of each script that takes a moment: four iterations, or two.
 SHORT = {
     "ppo": {"total_timesteps": 2048},
-    "ppo_continuous": {
-        "env_id": "Pendulum-v1",
-        "total_timesteps": 2048,
-        "num_envs": 2,
-        "num_steps": 256,
-        "num_minibatches": 8,
-    },
-    "ppo_atari": {
-        "total_timesteps": 256,
-        "num_envs": 2,
-        "num_steps": 64,
-        "num_threads": 1,
-        "device": "cpu",
-    },
+    "ppo_continuous": {"env_id": "Pendulum-v1", "total_timesteps": 2048, "num_envs": 2},
+    "ppo_atari": {"total_timesteps": 256, "num_envs": 2, "num_steps": 64, "device": "cpu"},
 }
+SHORT["ppo_continuous"] |= {"num_steps": 256, "num_minibatches": 8}
+SHORT["ppo_atari"] |= {"num_threads": 1}
 SHORT = {name: flags | {"eval_episodes": 0} for name, flags in SHORT.items()}
-
-
-class Batch(NamedTuple):
-    """What `update` gets, by name."""
-
-    obs: torch.Tensor
-    actions: torch.Tensor
-    logprobs: torch.Tensor
-    advantages: torch.Tensor
-    returns: torch.Tensor
-    values: torch.Tensor
+# What `update` gets, by name
+Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")
 
 
 def load(script: Path) -> ModuleType:
@@ -57,80 +40,81 @@ def load(script: Path) -> ModuleType:
     return module
 
 
+def probe(name: str, env: str, **kwargs: Any) -> dict[str, str]:
+    """Flags for a probe environment with these keywords, and actions that the script can choose."""
+    kwargs |= {"continuous": True} if name == "ppo_continuous" else {}
+    return {"env_id": f"probe_envs:{env}-v0", "env_kwargs": json.dumps(kwargs)}
+
+
 def only_run() -> Path:
     """The folder of the only run."""
     (folder,) = Path("runs").iterdir()
     return folder
 
 
+def latest_run() -> Path:
+    """The folder of the run that began last."""
+    return max(Path("runs").iterdir(), key=lambda folder: folder.name.split("__")[-1])
+
+
+def all_scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """The steps and values of all scalars of a run, by name."""
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(x.step, x.value) for x in events.Scalars(tag)] for tag in tags}
+
+
 def scalars(tag: str, run: Path | None = None) -> list[tuple[int, float]]:
     """The steps and values of a scalar in the only run, or in the one named; [] if it has none."""
-    events = EventAccumulator(str(run or only_run()), size_guidance={"scalars": 0})
-    events.Reload()
-    has_tag = tag in events.Tags()["scalars"]
-    return [(event.step, event.value) for event in events.Scalars(tag)] if has_tag else []
+    return all_scalars(run or only_run()).get(tag, [])
 
 
-def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
-    """Whether two agents are equal, bit for bit."""
-    other = b.state_dict()
-    return all(torch.equal(x, other[name]) for name, x in a.state_dict().items())
+def content(run: Path) -> dict[str, Any]:
+    """What a run saved, and all its scalars but the clock's."""
+    saved = torch.load(run / "checkpoint.pt", weights_only=True) | all_scalars(run)
+    del saved["args"], saved["charts/SPS"]
+    return saved
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Equal bit for bit, where nan is nan."""
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def new_agent(script: ModuleType, args: Any) -> Any:
     """An agent for these arguments, as a run begins with one."""
     envs = script.make_envs(args, 1)
     envs.close()
-    own = {"ppo_continuous": "log_std_init", "ppo_atari": "bf16"}
-    return script.Agent(envs, *(getattr(args, x) for name, x in own.items() if hasattr(args, x)))
+    own = [getattr(args, x) for x in ("log_std_init", "bf16") if hasattr(args, x)]
+    return script.Agent(envs, *own)
 
 
-def train_agent(script: ModuleType, **kwargs: Any) -> tuple[Any, float]:
-    """Train; return the trained agent, from its file, and the score."""
-    before = {*Path("runs").glob("*")}
-    args = script.Args(**{"eval_episodes": 0, **kwargs})
-    score = script.train(args)
-    (folder,) = {*Path("runs").iterdir()} - before
-    agent = new_agent(script, args)
-    script.load_checkpoint(folder, agent)
-    return agent, score
-
-
-def trained(name: str, **kwargs: Any) -> Path:
-    """The folder of a short run in a new folder of its own."""
-    before = {*Path("runs").glob("*")}
-    MODULES[name].train(MODULES[name].Args(**(SHORT[name] | kwargs)))
-    (folder,) = {*Path("runs").iterdir()} - before
-    return folder
+def trained(name: str, report: Callable | None = None, **flags: Any) -> Path:
+    """The folder of a short run with these flags."""
+    MODULES[name].train(MODULES[name].Args(**SHORT[name] | flags), report)
+    return latest_run()
 
 
 def go_on(script: ModuleType, run: Path, **flags: Any) -> float:
-    """Resume a run of this process, with other flags than its own, in another second.
-
-    TensorBoard sorts files by their names, which have the second and, unsorted from 10 on, how many
-    the process wrote.
-    """
+    """Resume a run of this process, with other flags than its own, in another second."""
+    # TensorBoard sorts files by names: the second, then how many there are, unsorted from 10 on.
     time.sleep(1.1)
     args = script.load_checkpoint(run)["args"]
     return script.train(replace(args, **flags | {"resume": str(run)}))
 
 
-def crashed(name: str, iterations: int, **kwargs: Any) -> tuple[Path, dict[str, Any]]:
-    """The folder and the checkpoint of a short run that crashed after so many iterations.
-
-    The crash comes before the checkpoint of that iteration.
-    """
-    reports, script = [], MODULES[name]
+def crashed(name: str, iterations: int, **flags: Any) -> tuple[Path, dict[str, Any]]:
+    """The folder and checkpoint of a run that crashed before the checkpoint of this iteration."""
+    steps, script = [], MODULES[name]
 
     def report(step: int, score: float) -> None:
-        reports.append(step)
-        if len(reports) == iterations:
+        steps.append(step)
+        if len(steps) == iterations:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        script.train(script.Args(**SHORT[name] | kwargs), report)
-    path = only_run() / "checkpoint.pt"
-    return only_run(), script.load_checkpoint(path.parent) if path.exists() else {}
+        trained(name, report, **flags)
+    return latest_run(), script.load_checkpoint(latest_run())
 
 
 @contextlib.contextmanager
@@ -149,13 +133,12 @@ def watching(script: ModuleType, see: Callable[[Any, Batch, torch.Tensor], Any])
 
 @contextlib.contextmanager
 def kept_batches(script: ModuleType) -> Iterator[list[Batch]]:
-    """Copies of the batches that are learned from: one an iteration; recomputed, one an epoch."""
-    kept, latest = [], [None]
+    """The batches that are learned from: one an iteration; recomputed, one an epoch."""
+    kept = []
 
     def see(agent: Any, batch: Batch, indices: torch.Tensor) -> None:
-        if batch.advantages is not latest[0]:
-            latest[0] = batch.advantages
-            kept.append(Batch(*(x.clone() for x in batch)))
+        if not kept or batch.advantages is not kept[-1].advantages:
+            kept.append(batch)
 
     with watching(script, see):
         yield kept
@@ -173,13 +156,3 @@ def wait_for(process: subprocess.Popen, pattern: str) -> None:
     while not [*Path().glob(pattern)]:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
-
-
-def refusal(name: str, *flags: Any, **options: Any) -> str:
-    """The only sentence of a command that fails as it should."""
-    process = command(name, *flags, **options)
-    _, stderr = process.communicate(timeout=300)
-    assert process.returncode == 2, stderr
-    assert "Traceback" not in stderr
-    assert stderr.splitlines()[-1].startswith(f"{name}.py: ")
-    return stderr.splitlines()[-1]

@@ -1,14 +1,14 @@
 """Small environments whose values and best policies are known, registered when imported."""
 
-import os
+import itertools
 import random
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
 Step = tuple[np.ndarray, float, bool, bool, dict]
 
@@ -44,44 +44,22 @@ class Observed(Probe):
         return self.state
 
 
-class Delayed(Probe):
-    """Two steps, from 0 to 1; the reward 1 comes with the second."""
-
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
-        super().reset(**kwargs)
-        self.state = 0.0
-        return self.observe(), {}
-
-    def step(self, action: Any) -> Step:
-        reward, terminated, self.state = self.state, self.state == 1.0, 1.0
-        return self.observe(), reward, terminated, False, {}
-
-
 class Acted(Probe):
-    """One action is better: 1 of the two, or 0.5 of -1 .. 1."""
+    """One action is better: 1 of the two, or 0.5 of -1 .. 1; or, by what is observed, another."""
+
+    def __init__(self, observed: bool = False, continuous: bool = False) -> None:
+        super().__init__(continuous)
+        self.observed = observed
 
     def reward(self, action: Any) -> float:
+        best = self.state if self.observed else 1
         if isinstance(self.action_space, Box):
-            return -float((action[0] - 0.5) ** 2)
-        return 1.0 if action == 1 else -1.0
-
-
-class ActedAsObserved(Probe):
-    """The better action depends on the observation."""
-
-    def reward(self, action: Any) -> float:
-        if isinstance(self.action_space, Box):
-            return -float((action[0] - 0.5 * self.state) ** 2)
-        return 1.0 if (action == 1) == (self.state == 1) else -1.0
+            return -float((action[0] - 0.5 * best) ** 2)
+        return 1.0 if (action == 1) == (best == 1) else -1.0
 
 
 class Endless(Probe):
-    """Worth 1 a step where 1 is observed, 0 a step where -1 is; neither ever terminates.
-
-    A time limit of four steps cuts it into episodes. Then 1 is worth 1 / (1 - gamma) and -1 is
-    worth 0, to an agent that bootstraps from the state that the limit cut; an agent that takes
-    the cut for an end, or bootstraps from the next episode's state, finds something else.
-    """
+    """Worth 1 a step where 1 is observed, 0 where -1 is; it is cut after four, never terminates."""
 
     def step(self, action: Any) -> Step:
         self.steps += 1
@@ -89,23 +67,31 @@ class Endless(Probe):
 
 
 class Overwriting(Probe):
-    """Counts to seven, then is cut; the one array that it returns is overwritten every time."""
+    """Counts to each of `lengths` in turn; worth 1 a step. The array it returns is always one."""
 
-    observation_space = Box(0, 7, (1,), np.float32)
+    observation_space = Box(0, 99, (1,), np.float32)
+
+    def __init__(
+        self, lengths: Sequence[int] = (7,), terminates: bool = False, continuous: bool = False
+    ) -> None:
+        super().__init__(continuous)
+        self.lengths, self.terminates = itertools.cycle(lengths), terminates
+        self.count = np.zeros(1, np.float32)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
         super().reset(**kwargs)
-        self.buffer = getattr(self, "buffer", np.zeros(1, np.float32))
-        self.buffer[:] = 0
-        return self.buffer, {}
+        self.length = next(self.lengths)
+        self.count[:] = 0
+        return self.count, {}
 
     def step(self, action: Any) -> Step:
-        self.buffer += 1
-        return self.buffer, 1.0, False, self.buffer[0] == 7, {}
+        self.count += 1
+        ends = bool(self.count[0] == self.length)
+        return self.count, 1.0, ends and self.terminates, ends and not self.terminates, {}
 
 
 class Choices(Probe):
-    """Several choices at once; the reward is the share that is right, which the state decides."""
+    """Several choices, of which the state decides; and actions that a script can't choose."""
 
     def __init__(self, kind: str) -> None:
         self.action_space = {
@@ -113,6 +99,11 @@ class Choices(Probe):
             "multi_discrete_2d": MultiDiscrete([[2, 3], [4, 2]]),
             "multi_binary": MultiBinary(4),
             "discrete": Discrete(3, start=7),
+            "dict": Dict({"a": Discrete(2)}),
+            "scalar": Box(-1, 1, ()),
+            "matrix": Box(-1, 1, (2, 3)),
+            "unbounded": Box(-np.inf, np.inf, (1,)),
+            "half": Box(0, np.inf, (1,)),
         }[kind]
 
     def reward(self, action: Any) -> float:
@@ -126,11 +117,7 @@ class Choices(Probe):
 
 
 class Masked(Probe):
-    """Four actions, of which a random half is valid in a state; the others break it.
-
-    Worth more the higher the action; an episode has five steps. Observations are integers, masks
-    are not.
-    """
+    """Four actions, the higher the better, of which a random half, masked, breaks it."""
 
     observation_space = Box(-1, 1, (1,), np.int8)
 
@@ -185,36 +172,11 @@ class Spaces(Probe):
             "dict": Dict({"a": Box(-1, 1, (2, 2)), "b": Discrete(3)}),
             "tuple": Tuple((MultiBinary(4), MultiDiscrete([2, 5]), Box(0, 9, (1,), np.int64))),
             "empty": Box(0, 1, (0,)),
-            "sequence": Sequence(Discrete(3)),
-            "opaque": gym.Space(),
         }[kind]
 
     def observe(self) -> Any:
         self.seen.append(self.observation_space.sample())
         return self.seen[-1]
-
-
-class Unusable(Probe):
-    """Actions that no script, or only another one, can choose."""
-
-    def __init__(self, kind: str) -> None:
-        most = np.finfo(np.float32).max
-        self.action_space = {
-            "huge": Box(-most, most, (1,)),
-            "integer": Box(-128, 127, (1,), np.int8),
-            "dict": Dict({"a": Discrete(2)}),
-            "scalar": Box(-1, 1, ()),
-            "matrix": Box(-1, 1, (2, 3)),
-            "unbounded": Box(-np.inf, np.inf, (1,)),
-            "half": Box(0, np.inf, (1,)),
-        }[kind]
-
-
-class Unbounded(Unusable):
-    """Continuous actions without bounds."""
-
-    def __init__(self) -> None:
-        super().__init__("unbounded")
 
 
 class Signs(Probe):
@@ -235,20 +197,6 @@ class Signs(Probe):
         reward = float(action == (self.side == self.sign))
         self.steps += 1
         return self.observe(), reward, self.steps == 8, False, {}
-
-
-class Dies(Probe):
-    """Kills the process it is in, after some steps, or where there is a file named die."""
-
-    def __init__(self, steps: int = 0) -> None:
-        super().__init__()
-        self.left = steps
-
-    def reward(self, action: Any) -> float:
-        self.left -= 1
-        if self.left == 0 or Path("die").exists():
-            os._exit(1)
-        return 0.0
 
 
 class Scripted(Probe):
@@ -279,54 +227,12 @@ class Scripted(Probe):
         return *result, {}
 
 
-class Told(Probe):
-    """Observes and rewards as it is told: the observations 3, 4, 5, ..., the rewards 1, 2, 3, ...
-
-    The second step ends the episode, as `end` says: it terminates, or is truncated.
-    """
-
-    observation_space = Box(0, 9, (1,), np.float32)
-
-    def __init__(self, end: str, continuous: bool = False) -> None:
-        super().__init__(continuous)
-        self.end = end
-
-    def observe(self) -> np.ndarray:
-        return np.array([3.0 + self.steps], np.float32)
-
-    def step(self, action: Any) -> Step:
-        self.steps += 1
-        ends = [self.steps == 2 and self.end == end for end in ("terminated", "truncated")]
-        return self.observe(), float(self.steps), *ends, {}
-
-
-class Alternating(Probe):
-    """Episodes of 1 and 99 steps in turn, with a reward of 1 a step."""
-
-    length = 99
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
-        self.length = 1 if seed is not None else 100 - self.length
-        return super().reset(seed=seed)
-
-    def step(self, action: Any) -> Step:
-        self.steps += 1
-        return self.observe(), 1.0, self.steps == self.length, False, {}
-
-
-class Drawn(Probe):
-    """Each is worth another number, drawn where a constructor shouldn't."""
+class Careless(Probe):
+    """Draws its worth from global generators, seeds them at each episode; infos come and go."""
 
     def __init__(self, continuous: bool = False) -> None:
         super().__init__(continuous)
         self.worth = float(random.random() + np.random.rand() + torch.rand(()))
-
-    def reward(self, action: Any) -> float:
-        return self.worth
-
-
-class Seeding(Probe):
-    """Seeds the global generators with the same number whenever an episode begins."""
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
         random.seed(0)
@@ -334,31 +240,9 @@ class Seeding(Probe):
         torch.manual_seed(0)
         return super().reset(**kwargs)
 
-
-class Breaks(Probe):
-    """Something is nan after some steps of all environments of this kind."""
-
-    taken = 0
-
-    def __init__(self, what: str, when: int, continuous: bool = False) -> None:
-        super().__init__(continuous)
-        self.what, self.when = what, when
-
     def step(self, action: Any) -> Step:
-        Breaks.taken += 1
-        if Breaks.taken == self.when and self.what == "observation":
-            self.state = float("nan")
-        reward = float("nan") if Breaks.taken == self.when and self.what == "reward" else 1.0
-        return self.observe(), reward, False, False, {}
-
-
-class Talks(Probe):
-    """Infos whose keys come and go."""
-
-    def step(self, action: Any) -> Step:
-        *rest, _ = super().step(action)
         infos = {}, {"winner": 1, "end": "lost"}, {"end": "won", "moves": 3.0}
-        return *rest, infos[self.np_random.integers(3)]
+        return self.observe(), self.worth, True, False, infos[self.np_random.integers(3)]
 
 
 class Remembered(Probe):
@@ -403,11 +287,11 @@ class Leaking(Remembered):
 
 
 def make_vector(num_envs: int, **kwargs: Any) -> gym.vector.VectorEnv:
-    """A vector environment of `ActedAsObserved` that resets in the same step."""
-    make = [lambda: ActedAsObserved(**kwargs)] * num_envs
+    """A vector environment of `Acted`, by what is observed, that resets in the same step."""
+    make = [lambda: Acted(observed=True, **kwargs)] * num_envs
     return gym.vector.SyncVectorEnv(make, autoreset_mode="SameStep")
 
 
-for probe in [Leaking, Unbounded, Probe, *Probe.__subclasses__()]:
+for probe in [Leaking, Probe, *Probe.__subclasses__()]:
     gym.register(f"{probe.__name__}-v0", probe)
-gym.register("Vector-v0", ActedAsObserved, vector_entry_point=make_vector)
+gym.register("Vector-v0", Acted, vector_entry_point=make_vector)

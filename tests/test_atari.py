@@ -2,80 +2,46 @@
 
 import json
 import math
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, kept_batches, new_agent, only_run, scalars, trained
+from helpers import SHORT, kept_batches, new_agent, scalars, trained
 
 import ppo_atari
 
-RAW = {"vectorization_mode": "vector_entry_point", "autoreset_mode": "SameStep"}
-RAW |= {"repeat_action_probability": 0.0, "reward_clipping": False}
-
-
-class Recorder(gym.vector.VectorWrapper):
-    """Keeps seeds, actions, and copies of all that a step gives."""
-
-    def __init__(self, env: gym.vector.VectorEnv) -> None:
-        super().__init__(env)
-        self.seeds, self.played = [], defaultdict(list)
-
-    def reset(self, *, seed: Any = None, **kwargs: Any) -> tuple:
-        self.seeds.append(seed)
-        return self.env.reset(seed=seed, **kwargs)
-
-    def step(self, actions: np.ndarray) -> tuple:
-        obs, *others, infos = self.env.step(actions)
-        self.played["actions"].append(actions.copy())
-        self.played["obs"].append(obs.copy())
-        self.played["final_obs"].append(infos["final_obs"].copy() if "final_obs" in infos else None)
-        return obs, *others, infos
-
 
 def test_lives_and_games(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay of a run's actions: what is observed and learned from, and what is reported.
-
-    Where all values are 1, and gamma is and lambda is 0, an advantage is the reward's sign, less 1
-    at a termination: of a life as of a game. Raw whole games are reported. The game gets fire after
-    a lost life. Observations are ALE's own, the screens last.
-    """
-    made, make_envs, forward = [], ppo_atari.make_envs, ppo_atari.Agent.forward
+    """A run's actions in ALE's own games: what is observed, learned from and reported is theirs."""
+    forward, games_reset = ppo_atari.Agent.forward, ppo_atari.Games.reset
 
     def ones(agent: Any, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits, values = forward(agent, obs)
         return logits, torch.ones_like(values)
 
-    def make(*args: Any) -> Recorder:
-        made.append(Recorder(make_envs(*args)))
-        return made[-1]
-
+    reset = mock.create_autospec(games_reset, side_effect=games_reset)
+    monkeypatch.setattr(ppo_atari.Games, "reset", reset)
     monkeypatch.setattr(ppo_atari.Agent, "forward", ones)
-    monkeypatch.setattr(ppo_atari, "make_envs", make)
-    flags = {
-        "env_id": "ALE/SpaceInvaders-v5",
-        "num_steps": 320,
-        "total_timesteps": 1280,
-        "update_epochs": 1,
-        "seed": 3,
-    }
-    args = ppo_atari.Args(**SHORT["ppo_atari"] | flags, gamma=1, gae_lambda=0)
+    flags = {"env_id": "ALE/SpaceInvaders-v5", "num_steps": 320, "total_timesteps": 1280}
+    # As all values and gamma are 1, and lambda is 0, an advantage is the reward's sign, less 1 at a
+    # termination: of a life as of a game.
     with kept_batches(ppo_atari) as batches:
-        score = ppo_atari.train(args)
-    played = made[1].played
-    assert [env.seeds for env in made[:1]] == [[]]
+        run = trained("ppo_atari", **flags, update_epochs=1, seed=3, gamma=1, gae_lambda=0)
     assert {batch.obs.dtype for batch in batches} == {torch.uint8}
+    played = torch.cat([batch.actions for batch in batches]).view(-1, 2).numpy()
 
-    envs = gym.make_vec(args.env_id, 2, **RAW)
-    obs, info = envs.reset(seed=made[1].seeds[0])
+    raw = {"autoreset_mode": "SameStep", "repeat_action_probability": 0.0, "reward_clipping": False}
+    envs = gym.make_vec(flags["env_id"], 2, "vector_entry_point", **raw)
+    (call,) = reset.call_args_list  # of one of the two that are made
+    obs, info = envs.reset(seed=call.kwargs["seed"])
     before, advantages, games, deaths, most = [], [], [], 0, 0
     totals, lengths, lost = np.zeros(2), np.zeros(2), np.zeros(2, bool)
-    for t, actions in enumerate(played["actions"]):
+    for t, actions in enumerate(played):
         before.append(obs.transpose(0, 2, 3, 1))
         lives = info["lives"].copy()
         obs, raw, over, cut, info = envs.step(np.where(lost, ale_py.Action.FIRE.value, actions))
@@ -83,57 +49,37 @@ def test_lives_and_games(monkeypatch: pytest.MonkeyPatch) -> None:
         deaths, most = deaths + lost.sum(), max(most, raw.max())
         advantages.append(np.sign(raw) - (over | lost))
         totals, lengths = totals + raw, lengths + 1
-        np.testing.assert_array_equal(played["obs"][t], obs.transpose(0, 2, 3, 1))
         assert not cut.any()
         for i in np.flatnonzero(over):
-            last = info["final_obs"][i].transpose(1, 2, 0)
-            np.testing.assert_array_equal(played["final_obs"][t][i], last)
             games.append((2 * (t + 1), totals[i], lengths[i]))
             totals[i] = lengths[i] = 0
     envs.close()
     np.testing.assert_array_equal(torch.cat([x.obs for x in batches]), np.concatenate(before))
     expected = np.concatenate(advantages)
     np.testing.assert_allclose(torch.cat([x.advantages for x in batches]), expected, atol=1e-6)
-    returns, steps = scalars("charts/episodic_return"), scalars("charts/episodic_length")
-    reported = [(step, x, n) for (step, x), (_, n) in zip(returns, steps, strict=True)]
     assert len(games) >= 2
     assert deaths >= 2 * len(games)  # of three lives
     assert most > 1
-    assert reported == games
-    assert score == pytest.approx(np.mean([total for _, total, _ in games]))
-
-
-class ExtraLives(gym.vector.VectorWrapper):
-    """Games with six lives more, which the next ones don't have."""
-
-    def reset(self, **kwargs: Any) -> tuple:
-        obs, infos = self.env.reset(**kwargs)
-        self.extra = np.full(self.num_envs, 6)
-        return obs, infos | {"lives": infos["lives"] + self.extra}
-
-    def step(self, actions: np.ndarray) -> tuple:
-        *results, infos = self.env.step(actions)
-        self.extra[results[2] | results[3]] = 0
-        return *results, infos | {"lives": infos["lives"] + self.extra}
+    steps, returns, lengths = zip(*games, strict=True)
+    assert scalars("charts/episodic_return") == [*zip(steps, returns, strict=True)]
+    assert scalars("charts/episodic_length") == [*zip(steps, lengths, strict=True)]
+    assert ppo_atari.load_checkpoint(run)["last_returns"] == [*returns]
 
 
 def test_a_time_limit_truncates() -> None:
-    """A game cut by the limit on its frames is truncated, and its last screen is kept.
-
-    It is no lost life, even where the next game begins with fewer lives.
-    """
+    """A game cut by the limit on its frames loses no life, and its last screen is kept."""
     limit = json.dumps({"max_num_frames_per_episode": 400})
     envs = ppo_atari.make_envs(ppo_atari.Args(env_kwargs=limit), 2)
-    envs.env = ExtraLives(envs.env)
     obs, _ = envs.reset(seed=0)
     steps, truncations = 0, np.zeros(2, bool)
     while not truncations.any():
         last, steps = obs, steps + 1
+        envs.lives = np.full(2, 9)  # more than the next game begins with
         obs, _, terminations, truncations, infos = envs.step(np.zeros(2, np.int64))
+        np.testing.assert_array_equal(infos["life_lost"], ~truncations)
     envs.close()
     i = int(truncations.argmax())
     assert not terminations[i]
-    assert not infos["life_lost"][i]
     # The next game's first screens are other ones, and the older ones are those of the last step.
     np.testing.assert_array_equal(infos["final_obs"][i][..., :3], last[i][..., 1:])
     assert not np.array_equal(infos["final_obs"][i], obs[i])
@@ -146,25 +92,23 @@ def test_a_time_limit_truncates() -> None:
 def test_fire_is_pressed_where_there_is_fire(game: str, after: int) -> None:
     """After a lost life the game gets fire, if it has it, and else what it was told."""
     envs = ppo_atari.make_envs(ppo_atari.Args(env_id=game), 1)
-    recorder = Recorder(envs.env)
-    envs.env = recorder
+    envs.env.step = step = mock.Mock(wraps=envs.env.step)
     envs.reset(seed=0)
-    losses = 0
+    lost = [False]
     for _ in range(300):
-        lost = envs.lost[0]
-        losses += lost
-        envs.step(np.zeros(1, np.int64))
-        assert recorder.played["actions"][-1] == [after if lost else 0]
+        *_, infos = envs.step(np.zeros(1, np.int64))
+        lost.append(infos["life_lost"][0])
     envs.close()
-    assert losses or game == "ALE/Freeway-v5"  # which has no lives
+    pressed = [call.args[0][0] for call in step.call_args_list]
+    assert pressed == [after * x for x in lost[:-1]]
+    assert any(lost) or game == "ALE/Freeway-v5"  # which has no lives
 
 
 def test_sticky_actions_are_off_by_default() -> None:
     """The same actions from the same start give the same screens; sticky actions give others."""
     screens = []
     for probability in (0.0, 0.0, 0.5):
-        args = ppo_atari.Args(repeat_action_probability=probability)
-        envs = ppo_atari.make_envs(args, 2)
+        envs = ppo_atari.make_envs(ppo_atari.Args(repeat_action_probability=probability), 2)
         envs.reset(seed=3)
         rng = np.random.default_rng(0)
         screens.append(np.stack([envs.step(rng.integers(4, size=2))[0] for _ in range(60)]))
@@ -199,18 +143,16 @@ def test_bf16() -> None:
 
 
 def test_video() -> None:
-    """An evaluation's games are filmed, one file each, and played as without a camera."""
+    """Filmed, in a file each, games are played as without a camera; pictures are their screens."""
     short = json.dumps({"max_num_frames_per_episode": 400})
-    trained("ppo_atari", total_timesteps=128, update_epochs=1, env_kwargs=short)
-    args = replace(ppo_atari.load_checkpoint(only_run())["args"], eval_episodes=2)
-    plain = ppo_atari.evaluate(args, only_run())
-    assert ppo_atari.evaluate(replace(args, capture_video=True), only_run()) == plain
-    (folder,) = only_run().glob("videos-*")
-    assert len([*folder.iterdir()]) == 2
-    assert all(path.suffix == ".mp4" and path.stat().st_size > 1000 for path in folder.iterdir())
+    args = ppo_atari.Args(**SHORT["ppo_atari"] | {"eval_episodes": 2, "env_kwargs": short})
+    run = trained("ppo_atari", total_timesteps=128, update_epochs=1, env_kwargs=short)
+    plain = ppo_atari.evaluate(args, run)
+    assert ppo_atari.evaluate(replace(args, capture_video=True), run) == plain
+    assert len([*run.glob("videos-*/*.mp4")]) == 2
     envs = ppo_atari.make_envs(args, 1)
     obs, _ = envs.reset(seed=0)
     (picture,) = envs.render()
     envs.close()
-    assert picture.shape == (168, 168, 3)
     np.testing.assert_array_equal(picture[1::2, ::2, 1], obs[0, ..., -1])
+    assert picture.shape == (168, 168, 3)

@@ -1,19 +1,16 @@
 """variants/fast_envs.py against gymnasium's single environments, and vector ones of others."""
 
-import os
+import sys
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
-from conftest import ROOT
 from gymnasium.envs.box2d.lunar_lander import heuristic
 from gymnasium.vector import AutoresetMode
-from helpers import crashed, go_on, only_run, refusal, scalars, trained
+from helpers import assert_same, content, crashed, go_on, only_run, scalars, trained
 
 import ppo
 import ppo_continuous
@@ -31,94 +28,76 @@ def make(name: str, num_envs: int, **kwargs: Any) -> gym.vector.VectorEnv:
     return gym.make_vec(f"variants.fast_envs:{name}", num_envs, VECTOR, **kwargs)
 
 
-class Clock(gym.vector.VectorEnv):
-    """Somebody's: observes the time, which ends an episode at 5. It can't be staggered."""
+class Somebodys(gym.vector.VectorEnv):
+    """It can't be staggered."""
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
-    single_observation_space = gym.spaces.Box(0, 5, (1,))
     single_action_space = gym.spaces.Box(-1, 1, (1,))
 
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
 
-    def reset(self, **kwargs: Any) -> tuple:
-        self.time = np.arange(self.num_envs, dtype=np.float32)  # the first episodes are shorter
-        return self.time[:, None], {}
 
-    def step(self, actions: np.ndarray) -> tuple:
-        last, ends = self.time + 1, self.time == 4
-        self.time = last * ~ends
-        infos = {"final_obs": last[:, None]} if ends.any() else {}
-        return self.time[:, None], np.ones(self.num_envs), ends, np.zeros_like(ends), infos
-
-
-gym.register("Clock-v0", vector_entry_point=Clock)
+gym.register("Somebodys-v0", vector_entry_point=Somebodys)
 
 
 @pytest.mark.parametrize("limit", [500, 10])
 @pytest.mark.parametrize("source", SOURCES)
 def test_like_single_cartpoles(source: str, limit: int) -> None:
-    """Each step is that of gymnasium's CartPole in the same state, and so are the ends.
-
-    Poles that always are pushed one way fall in the 8th to 11th step: with a limit of 10 steps,
-    some fall before it, some at it, some are cut. The reset follows within the step, and nothing
-    that was returned changes later.
-    """
+    """Each step is that of gymnasium's CartPole in the same state, and nothing changes later."""
+    # Poles that always are pushed one way fall in the 8th to 11th step: with a limit of 10 steps,
+    # some fall before it, some at it, some are cut.
     kwargs = f'{{"max_episode_steps": {limit}}}'
     args = ppo.Args(f"variants.fast_envs:{source}/CartPole-v1", kwargs, vectorization=VECTOR)
     envs = ppo.make_envs(args, 32)
     single = gym.make("CartPole-v1").unwrapped
     obs, _ = envs.reset(seed=1)
-    kept, lengths, kinds, ended = [], np.zeros(32, int), set(), 0
+    kept, lengths, kinds, ends = [], np.zeros(32, int), set(), 0
     rng = np.random.default_rng(0)
     for _ in range(60 if limit == 10 else 600):
         actions = np.ones(32, int) if limit == 10 else rng.integers(2, size=32)
         after, rewards, terminated, truncated, infos = envs.step(actions)
-        kept += [(x, x.copy()) for x in (after, infos.get("final_obs", after))]
+        ended, last = terminated | truncated, infos.get("final_obs", after)
+        kept += [(x, x.copy()) for x in (after, last)]
         lengths += 1
-        assert after.dtype == np.float32
         for i in range(32):
             single.reset()
-            single.state, single.steps_beyond_terminated = obs[i].astype(float), None
+            single.state = obs[i].astype(float)
             expected, reward, failed, _, _ = single.step(int(actions[i]))
             near = np.abs(np.abs(expected[[0, 2]]) - [2.4, 12 * np.pi / 180]).min() < 1e-5
             assert near or terminated[i] == failed
-            assert truncated[i] == (lengths[i] == limit)
             assert rewards[i] == reward
-            kinds.add((bool(terminated[i]), bool(truncated[i])))
-            if terminated[i] or truncated[i]:
-                assert infos["final_obs"][i] == pytest.approx(expected, abs=1e-5)
-                assert np.abs(after[i]).max() <= 0.05
-                assert infos["episode"]["r"][i] == infos["episode"]["l"][i] == lengths[i]
-                lengths[i], ended = 0, ended + 1
-            else:
-                assert after[i] == pytest.approx(expected, abs=1e-5)
-                assert "_episode" not in infos or not infos["_episode"][i]
-        obs = after
+            assert (last if ended[i] else after)[i] == pytest.approx(expected, abs=1e-5)
+        assert after.dtype == np.float32
+        assert np.array_equal(truncated, lengths == limit)
+        assert np.array_equal(infos.get("_episode", np.zeros(32, bool)), ended)
+        if ended.any():
+            assert np.abs(after[ended]).max() <= 0.05
+            for x in "rl":
+                assert np.array_equal(infos["episode"][x][ended], lengths[ended])
+        kinds |= {*zip(terminated.tolist(), truncated.tolist(), strict=True)}
+        obs, lengths, ends = after, lengths * ~ended, ends + ended.sum()
     at_limit = {(True, True), (False, True)} if limit == 10 else set()
     assert kinds == {(False, False), (True, False)} | at_limit
-    assert ended > 100
+    assert ends > 100
     assert all(np.array_equal(x, copy) for x, copy in kept)
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_episode_steps": -1}])
 @pytest.mark.parametrize("source", SOURCES)
 def test_limit_and_stagger(source: str, limit: dict) -> None:
-    """Poles that a rule balances stand until the limit of 500 steps, of which first episodes begin
-    with some used up; -1 is none.
-    """
+    """Balanced poles stand until the limit, of which some may be used up at first; -1 is none."""
     envs = make(f"{source}/CartPole-v1", 3, **limit)
     obs, _ = envs.reset(seed=1)
     envs.unwrapped.set_attr("_elapsed_steps", [0, 3, 499])
-    ends = [[], [], []]
+    ends = []
     for t in range(1, 502):
         actions = (obs @ [0.1, 0.3, 1, 1] > 0).astype(int)
         obs, _, terminated, truncated, _ = envs.step(actions)
         assert not terminated.any()
-        for i in np.flatnonzero(truncated):
-            ends[i].append(t)
-    assert ends == ([[], [], []] if limit else [[500], [497], [1, 501]])
+        ends += [(t, i) for i in np.flatnonzero(truncated)]
+    assert ends == ([] if limit else [(1, 2), (497, 1), (500, 0), (501, 2)])
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -140,11 +119,9 @@ def test_seeds(source: str) -> None:
 
 
 def set_state(env: Any, obs: np.ndarray) -> None:
-    """Bring gymnasium's environment to the state after a reset that gave this observation.
-
-    MuJoCo's begin with the positions, mostly without the first one or two, which don't matter, and
-    the velocities, or have sines and cosines in place of angles.
-    """
+    """Bring gymnasium's environment to the state after a reset that gave this observation."""
+    # MuJoCo's begin with the positions, mostly without the first one or two, which don't matter,
+    # and the velocities, or have sines and cosines in place of angles.
     name = type(env).__name__
     if not hasattr(env, "model"):
         if name == "AcrobotEnv":
@@ -198,10 +175,8 @@ def test_from_the_same_state(env_id: str) -> None:
 @NEEDS_ENVPOOL
 @pytest.mark.parametrize("env_id", BOX2D)
 def test_box2d_on_average(env_id: str) -> None:
-    """In 300 steps, of gymnasium's pilot or at random, 60 earn and end as often as gymnasium's.
-
-    States can't be set there, so means are compared: they differ by less than 4 standard errors.
-    """
+    """In 300 steps, of gymnasium's pilot or at random, 60 earn and end as often as gymnasium's."""
+    # States can't be set there, so means are compared: they differ by less than 4 standard errors.
     found = []
     pilot = SimpleNamespace(unwrapped=SimpleNamespace(continuous="Continuous" in env_id))
     for mode, kwargs in (VECTOR, {}), ("sync", {"vector_kwargs": {"autoreset_mode": "SameStep"}}):
@@ -223,9 +198,9 @@ def test_box2d_on_average(env_id: str) -> None:
 @pytest.mark.parametrize("source", SOURCES)
 def test_trains(source: str) -> None:
     """Each step belongs to an episode, which is reported; the video is of gymnasium's CartPole."""
-    flags = {"num_envs": 8, "num_steps": 64, "total_timesteps": 1024, "eval_episodes": 1}
-    args = ppo.Args(f"variants.fast_envs:{source}/CartPole-v1", vectorization=VECTOR, **flags)
-    ppo.train(args)
+    flags = {"env_id": f"variants.fast_envs:{source}/CartPole-v1", "vectorization": VECTOR}
+    flags |= {"num_envs": 8, "num_steps": 64, "total_timesteps": 1024, "eval_episodes": 1}
+    args = ppo.load_checkpoint(trained("ppo", **flags))["args"]
     lengths = scalars("charts/episodic_length")
     assert lengths == scalars("charts/episodic_return")
     assert len(lengths) > 20
@@ -233,17 +208,15 @@ def test_trains(source: str) -> None:
     assert scalars("eval/return") == [(1024, ppo.evaluate(args, only_run()))]
     args.capture_video = True
     assert 1 <= ppo.evaluate(args, only_run()) <= 500
-    assert len([*Path().rglob("*.mp4")]) == 1
+    assert len([*only_run().rglob("*.mp4")]) == 1
 
 
 @NEEDS_ENVPOOL
 def test_trains_staggered() -> None:
     """First episodes are cut, unreported; of the others, 1 or 2 of 50 steps fit into 128."""
-    flags = {"env_kwargs": '{"max_episode_steps": 50}', "num_envs": 16, "total_timesteps": 2048}
-    env_id = "variants.fast_envs:EnvPool/HalfCheetah-v5"
-    ppo_continuous.train(
-        ppo_continuous.Args(env_id, vectorization=VECTOR, **flags, eval_episodes=0)
-    )
+    flags = {"env_id": "variants.fast_envs:EnvPool/HalfCheetah-v5", "vectorization": VECTOR}
+    flags |= {"env_kwargs": '{"max_episode_steps": 50}', "num_envs": 16, "num_steps": 32}
+    trained("ppo_continuous", **flags)
     steps, lengths = zip(*scalars("charts/episodic_length"), strict=True)
     assert set(lengths) == {50}
     assert 16 <= len(lengths) <= 32
@@ -257,33 +230,25 @@ def test_resumed_is_uninterrupted(source: str) -> None:
     run, checkpoint = crashed("ppo", 3, **flags, checkpoint_interval=2)
     assert checkpoint["global_step"] == 1024
     go_on(ppo, run)
-    other = trained("ppo", **flags, checkpoint_interval=2)
-    ends = [ppo.load_checkpoint(x) for x in (run, other)]
-    for key in ("global_step", "last_returns"):
-        assert ends[0][key] == ends[1][key]
-    assert all(torch.equal(x, ends[1]["agent"][name]) for name, x in ends[0]["agent"].items())
-
-
-def test_anybodys_environment() -> None:
-    """Episodes of somebody's vector environment end after 5 steps, the second one's first in 4."""
-    flags = {"num_envs": 2, "num_steps": 10, "total_timesteps": 20, "num_minibatches": 2}
-    args = ppo_continuous.Args("Clock-v0", vectorization=VECTOR, stagger=False, **flags)
-    assert ppo_continuous.train(args) == 4.75
-    assert scalars("charts/episodic_return") == [(8, 4), (10, 5), (18, 5), (20, 5)]
-    assert scalars("eval/return") == [(20, 5)]
+    assert_same(content(run), content(trained("ppo", **flags, checkpoint_interval=2)))
 
 
 @pytest.mark.parametrize(
-    ("name", "env_id", "problem"),
+    ("script", "env_id", "told"),
     [
-        ("ppo", "CartPole-v1", "doesn't reset in the same step"),
-        ("ppo_continuous", "test_fast_envs:Clock-v0", "have set_attr to stagger"),
-        ("ppo", "variants.fast_envs:EnvPool/CartPole-v1", "needs pip install envpool"),
+        (ppo, "CartPole-v1", "doesn't reset in the same step"),
+        (ppo, "variants.fast_envs:EnvPool/CartPole-v1", "needs pip install envpool"),
+        (ppo_continuous, "Somebodys-v0", "have set_attr to stagger"),
     ],
 )
-def test_refused(name: str, env_id: str, problem: str, tmp_path: Path) -> None:
-    """What resets in the next step, can't be staggered or isn't installed ends in a sentence."""
-    (tmp_path / "envpool.py").write_text("raise ModuleNotFoundError")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'tests'}"}
-    flags = "--vectorization", VECTOR, "--env-id", env_id
-    assert problem in refusal(name, *flags, env=environment)
+def test_refused(script: Any, env_id: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What resets in the next step, isn't installed, or can't be staggered ends in a sentence."""
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    with pytest.raises(script.UsageError, match=told):
+        script.make_envs(script.Args(env_id, vectorization=VECTOR), 2)
+
+
+def test_somebodys_environment() -> None:
+    """Without --stagger, a vector environment needs no more than gymnasium asks for."""
+    args = ppo_continuous.Args("Somebodys-v0", vectorization=VECTOR, stagger=False)
+    assert isinstance(ppo_continuous.make_envs(args, 2).unwrapped, Somebodys)

@@ -1,6 +1,6 @@
 """Runs that are killed, stopped, or fail, go on as if nothing had happened; what they saved."""
 
-import json
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,105 +19,85 @@ import probe_envs
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS
-from helpers import MODULES, SHORT, command, crashed, go_on, only_run, scalars, trained, wait_for
+from helpers import (
+    MODULES,
+    SHORT,
+    assert_same,
+    command,
+    content,
+    crashed,
+    go_on,
+    only_run,
+    probe,
+    scalars,
+    trained,
+    wait_for,
+)
 from moviepy import VideoFileClip
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-MLPS = ["ppo", "ppo_continuous"]
+import ppo
+import ppo_continuous
+
 # Runs of 6 to 16 iterations, with a checkpoint after every second one.
 RUNS = {
     "ppo": {"env_id": "LunarLander-v3", "num_envs": 2, "total_timesteps": 4096},
     "ppo_continuous": {"env_id": "Hopper-v5", "num_steps": 128, "eval_episodes": 2},
-    "ppo_atari": {"env_id": "ALE/Pong-v5", "num_steps": 32, "total_timesteps": 384},
+    "ppo_atari": {"num_steps": 32, "total_timesteps": 384, "update_epochs": 1},
 }
-RUNS["ppo_atari"] |= {"update_epochs": 1}
 RUNS = {name: SHORT[name] | args | {"checkpoint_interval": 2} for name, args in RUNS.items()}
 
 
-def content(run: Path) -> dict[str, Any]:
-    """What a run saved, and all its scalars but the clock's."""
-    saved = torch.load(run / "checkpoint.pt", weights_only=True)
-    del saved["args"]
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
-    tags = set(events.Reload().Tags()["scalars"]) - {"charts/SPS"}
-    assert len(tags) > 10
-    return saved | {tag: [(x.step, x.value) for x in events.Scalars(tag)] for tag in tags}
-
-
-def assert_same(a: Any, b: Any) -> None:
-    """Equal bit for bit, where nan is nan."""
-    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def flags_of(args: dict[str, Any]) -> list[str]:
-    """The arguments as flags."""
-    return [f"--{name.replace('_', '-')}={x}" for name, x in args.items()]
-
-
 @pytest.mark.parametrize(
-    ("name", "iteration", "flags"),
+    ("name", "iterations", "flags"),
     [
-        *((name, iteration, {}) for name in SCRIPTS for iteration in (3, 5)),
-        ("ppo_continuous", 5, {"env_id": "BipedalWalker-v3", "eval_checkpoints": True}),
-        ("ppo", 3, {"vectorization": "async"}),
-        ("ppo", 5, {"env_id": "probe_envs:Drawn-v0", "eval_episodes": 2}),
+        *((name, (3, 5), {}) for name in SCRIPTS),
+        ("ppo_continuous", (5,), {"env_id": "BipedalWalker-v3", "eval_checkpoints": True}),
+        ("ppo", (3,), {"vectorization": "async"}),
+        ("ppo", (5,), {"env_id": "probe_envs:Careless-v0", "eval_episodes": 2}),
     ],
 )
-def test_resumed_is_uninterrupted(name: str, iteration: int, flags: dict, folder: Path) -> None:
-    """A run that crashes after `iteration` iterations and is resumed ends as the whole one does.
-
-    Weights, optimizer, returns, and every scalar but the clock's are equal, bit for bit.
-    """
-    script, flags = MODULES[name], RUNS[name] | flags
+def test_resumed_is_uninterrupted(name: str, iterations: tuple[int, ...], flags: dict) -> None:
+    """A run that crashes in an iteration and goes on ends as the whole one, bit for bit."""
+    flags = RUNS[name] | flags
     expected = content(trained(name, **flags))
-    (folder / "runs").rename(folder / "whole")
-    run, saved = crashed(name, iteration, **flags)
-    batch_size = saved["args"].num_envs * saved["args"].num_steps
-    assert saved["global_step"] == (iteration - 1) * batch_size
-    go_on(script, run)
-    assert_same(content(run), expected)
+    for iteration in iterations:
+        run, saved = crashed(name, iteration, **flags)
+        batch_size = saved["args"].num_envs * saved["args"].num_steps
+        assert saved["global_step"] == (iteration - 1) * batch_size
+        go_on(MODULES[name], run)
+        assert_same(content(run), expected)
     assert expected["global_step"] == flags["total_timesteps"]
     assert len(expected["losses/value_loss"]) == flags["total_timesteps"] / batch_size > iteration
 
 
-KILLED = {
-    "ppo": SHORT["ppo"] | {"total_timesteps": 20_480, "checkpoint_interval": 10},
-    "ppo_continuous": SHORT["ppo_continuous"] | {"total_timesteps": 8192, "checkpoint_interval": 2},
-    "ppo_atari": RUNS["ppo_atari"] | {"total_timesteps": 768},
-}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_killed(name: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps"), [("ppo", 8192), ("ppo_continuous", 8192), ("ppo_atari", 768)]
+)
+def test_killed(name: str, steps: int) -> None:
     """The same for a process that is killed (SIGKILL) where it happens to be."""
-    process = command(name, *flags_of(KILLED[name]))
+    flags = RUNS[name] | {"total_timesteps": steps}
+    process = command(name, *(f"--{flag}={x}" for flag, x in flags.items()))
     wait_for(process, "runs/*/checkpoint.pt")
     process.kill()
     assert process.wait() == -signal.SIGKILL
     run, script = only_run(), MODULES[name]
-    assert 0 < script.load_checkpoint(run)["global_step"] < KILLED[name]["total_timesteps"]
+    assert 0 < script.load_checkpoint(run)["global_step"] < steps
     go_on(script, run)
-    assert_same(content(run), content(trained(name, **KILLED[name])))
-
-
-def test_crashed_before_the_first_checkpoint() -> None:
-    """Nothing can be resumed then."""
-    run, saved = crashed("ppo", 2, **RUNS["ppo"])
-    assert not saved
-    script = MODULES["ppo"]
-    with pytest.raises(script.UsageError, match="no checkpoint"):
-        script.train(script.Args(resume=str(run)))
+    assert_same(content(run), content(trained(name, **flags)))
 
 
 def test_steered() -> None:
-    """A finished run goes on with other flags; steps are counted on, and the first part stays."""
-    script, run = MODULES["ppo"], trained("ppo", eval_episodes=1)
+    """A run that its report ended goes on with other flags, and the first part stays."""
+    # A learning rate may be NumPy's, as a search draws it.
+    flags = {"learning_rate": np.float64(1e-3), "total_timesteps": 4096, "eval_episodes": 1}
+    run = trained("ppo", lambda step, score: step == 2048, **flags)
     before = content(run)
-    with pytest.raises(script.UsageError, match="raise total_timesteps to 2560"):
-        go_on(script, run)
+    assert "eval/return" not in before
+    with pytest.raises(ppo.UsageError, match="raise total_timesteps to 2560"):
+        go_on(ppo, run, total_timesteps=2048)
     # Two iterations of 512 steps, then four of 128.
-    go_on(script, run, total_timesteps=3072, gamma=0.9)
-    go_on(script, run, total_timesteps=3600, num_envs=2, num_steps=64, anneal_lr=False)
+    go_on(ppo, run, total_timesteps=3072, gamma=0.9)
+    go_on(ppo, run, total_timesteps=3600, num_envs=2, num_steps=64, anneal_lr=False)
     after = content(run)
     steps = [512 * i for i in range(1, 7)] + [3072 + 128 * i for i in range(1, 5)]
     assert [step for step, _ in after["losses/value_loss"]] == steps
@@ -124,20 +105,18 @@ def test_steered() -> None:
         if "/" in tag:
             assert after[tag][: len(points)] == points
     assert after["global_step"] == 3584
-    assert [step for step, _ in after["eval/return"]] == [2048, 3072, 3584]
-    shares = [1 - i / 4 for i in range(4)] + [1 / 3, 1 / 6] + [1] * 4
-    assert [x / 2.5e-4 for _, x in after["charts/learning_rate"]] == pytest.approx(shares)
+    assert [step for step, _ in after["eval/return"]] == [3072, 3584]
+    shares = [1 - i / 8 for i in range(4)] + [1 / 3, 1 / 6] + [1] * 4
+    assert [x / 1e-3 for _, x in after["charts/learning_rate"]] == pytest.approx(shares)
     assert {int(x["step"]) for x in after["optimizer"].values()} == {10 * 16}
-    args = script.load_checkpoint(run)["args"]
+    args = ppo.load_checkpoint(run)["args"]
     assert (args.gamma, args.num_envs, args.num_steps) == (0.9, 2, 64)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals(number: int) -> None:
-    """A run that is stopped saves, ends without an evaluation, and can be gone on with.
-
-    Ctrl-C in a terminal reaches the environments' processes too, and does no harm there.
-    """
+    """A run that is stopped saves, ends without an evaluation, and can be gone on with."""
+    # Ctrl-C in a terminal reaches the environments' processes too, and does no harm there.
     flags = ["--total-timesteps", 400_000, "--checkpoint-interval", 10]
     flags += ["--vectorization", "async"] if number == signal.SIGINT else []
     process = command("ppo", *flags, start_new_session=True)
@@ -149,9 +128,9 @@ def test_signals(number: int) -> None:
     assert (process.returncode, stderr) == (0, "")
     assert "evaluated" not in stdout
     assert stdout.splitlines()[-1].endswith(str(only_run()))
-    step = MODULES["ppo"].load_checkpoint(only_run())["global_step"]
+    step = ppo.load_checkpoint(only_run())["global_step"]
     assert step < 400_000
-    go_on(MODULES["ppo"], only_run(), total_timesteps=step + 1024, eval_episodes=0)
+    go_on(ppo, only_run(), total_timesteps=step + 1024, eval_episodes=0)
     steps = [step for step, _ in scalars("losses/value_loss")]
     assert steps == [512 * (i + 1) for i in range(step // 512 + 2)]
 
@@ -172,36 +151,31 @@ def test_a_second_signal_ends_at_once(folder: Path) -> None:
 def test_a_lost_connection() -> None:
     """A run under nohup goes on to its evaluation, though SIGHUP comes and nobody reads it."""
     flags = ["--total-timesteps", 20_480, "--checkpoint-interval", 4, "--eval-episodes", 3]
-    process = command(
-        "ppo",
-        *flags,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-    )
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    ignore = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    process = command("ppo", *flags, env=environment, preexec_fn=ignore)
     wait_for(process, "runs/*/checkpoint.pt")
     process.stdout.close()
     process.send_signal(signal.SIGHUP)
     process.wait(timeout=60)
     process.stderr.close()
-    assert MODULES["ppo"].load_checkpoint(only_run())["global_step"] == 20_480
+    assert ppo.load_checkpoint(only_run())["global_step"] == 20_480
     assert [step for step, _ in scalars("eval/return")] == [20_480]
 
 
 def test_a_dead_worker() -> None:
-    """A run whose environment's process dies ends, and leaves a checkpoint and no child."""
-    script = MODULES["ppo"]
-    flags = {"env_id": "probe_envs:Dies-v0", "vectorization": "async", "checkpoint_interval": 1}
+    """A run whose environments' processes die ends, and leaves a checkpoint and no child."""
 
     def report(step: int, score: float) -> None:
         if step == 1536:
-            Path("die").touch()
+            for process in multiprocessing.active_children():
+                process.kill()
 
     with pytest.raises((EOFError, OSError)):
-        script.train(script.Args(**SHORT["ppo"] | flags), report)
-    assert script.load_checkpoint(only_run())["global_step"] == 1536
+        trained("ppo", report, vectorization="async", checkpoint_interval=2)
+    assert ppo.load_checkpoint(only_run())["global_step"] == 1024
     assert multiprocessing.active_children() == []
-    Path("die").unlink()
-    go_on(script, only_run())
+    go_on(ppo, only_run())
     assert [x for x, _ in scalars("losses/value_loss")] == [512, 1024, 1536, 2048]
 
 
@@ -210,29 +184,34 @@ def test_a_write_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     save = torch.save
 
     def torn(checkpoint: dict, path: Path) -> None:
-        save(checkpoint, path)
         if checkpoint["global_step"] == 1536:
-            path.write_bytes(path.read_bytes()[:1000])
+            path.write_bytes(b"half")
             raise OSError("no space")
+        save(checkpoint, path)
 
     monkeypatch.setattr(torch, "save", torn)
     with pytest.raises(OSError, match="no space"):
         trained("ppo", checkpoint_interval=1)
-    assert MODULES["ppo"].load_checkpoint(only_run())["global_step"] == 1024
+    assert ppo.load_checkpoint(only_run())["global_step"] == 1024
 
 
 @pytest.mark.parametrize(("what", "when"), [("observation", 600), ("reward", 600), ("reward", 100)])
-@pytest.mark.parametrize("name", MLPS)
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
 def test_not_finite(name: str, what: str, when: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A nan at the environment's step `when` ends the run, and reaches no checkpoint."""
-    script = MODULES[name]
-    monkeypatch.setattr(probe_envs.Breaks, "taken", 0)
-    kwargs = {"what": what, "when": when, "continuous": name == "ppo_continuous"}
-    flags = {"num_envs": 1, "num_steps": 128, "num_minibatches": 4, "total_timesteps": 1024}
-    flags |= {"env_kwargs": json.dumps(kwargs), "checkpoint_interval": 2}
-    step = 128 * (when // 128 + 1)
-    with pytest.raises(script.UsageError, match=rf"^infinite or nan at step {step}: \['losses/"):
-        trained(name, env_id="probe_envs:Breaks-v0", **flags)
+    script, steps = MODULES[name], itertools.count(1)
+
+    def step(self: probe_envs.Probe, action: Any) -> probe_envs.Step:
+        numbers = {"observation": 1.0, "reward": 1.0}
+        if next(steps) == when:
+            numbers[what] = np.nan
+        return np.float32([numbers["observation"]]), numbers["reward"], False, False, {}
+
+    monkeypatch.setattr(probe_envs.Probe, "step", step)
+    flags = {"num_envs": 1, "num_steps": 128, "num_minibatches": 4, "checkpoint_interval": 2}
+    last = 128 * (when // 128 + 1)
+    with pytest.raises(script.UsageError, match=rf"^infinite or nan at step {last}: \['losses/"):
+        trained(name, **flags, **probe(name, "Probe"))
     assert (only_run() / "checkpoint.pt").exists() == (when > 256)
     if when > 256:
         saved = script.load_checkpoint(only_run())
@@ -243,38 +222,11 @@ def test_not_finite(name: str, what: str, when: int, monkeypatch: pytest.MonkeyP
 def test_not_finite_with_workers() -> None:
     """The sentence is all that is said, though environments run in processes of their own."""
     flags = SHORT["ppo_continuous"] | {"vectorization": "async", "learning_rate": 1e8}
-    process = command("ppo_continuous", *flags_of(flags))
+    process = command("ppo_continuous", *(f"--{flag}={x}" for flag, x in flags.items()))
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2
     assert stderr.startswith("ppo_continuous.py: infinite or nan at step 512: ['losses/")
     assert len(stderr.splitlines()) == 1
-
-
-def test_report() -> None:
-    """`report` gets step and return of every iteration, and may end the run, which is saved.
-
-    A learning rate may be NumPy's, as a search draws it.
-    """
-    script, reports = MODULES["ppo"], []
-
-    def report(step: int, score: float) -> bool:
-        reports.append((step, score))
-        return step == 1536
-
-    rate = np.float64(1e-3)
-    args = script.Args(total_timesteps=4096, eval_episodes=3, learning_rate=rate)
-    score = script.train(args, report)
-    saved = script.load_checkpoint(only_run())
-    assert [step for step, _ in reports] == [512, 1024, 1536]
-    assert saved["global_step"] == 1536
-    assert score == reports[-1][1] == pytest.approx(np.mean(saved["last_returns"]))
-    assert not scalars("eval/return")
-
-
-def test_an_error_in_report() -> None:
-    """An exception of `report` comes out as it is, and leaves no process running."""
-    crashed("ppo", 1, vectorization="async")
-    assert multiprocessing.active_children() == []
 
 
 def main(name: str, *flags: Any) -> int | None:
@@ -300,32 +252,27 @@ def test_a_bug_in_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         assert multiprocessing.active_children() == []
 
 
+CHOICES = '--env-id probe_envs:Choices-v0 --env-kwargs \'{"kind": "%s"}\''
 ERRORS = [
     ("ppo", "--env-id CartPol-v1", "`CartPole`"),
     ("ppo", "--env-id CartPole-v7", "`v1`"),
     ("ppo", "--env-id cart!pole", "cart!pole"),
     ("ppo", "--env-id no_such_module:CartPole-v1", "no_such_module"),
-    ("ppo", "--env-id Pendulum-v1", "ppo_continuous.py"),
-    ("ppo", "--env-id Pendulum-v1", "recipes/multi_discrete.diff"),
+    ("ppo", "--env-id Pendulum-v1", "ppo_continuous.py for a Box"),
+    ("ppo", CHOICES % "multi_discrete", "see recipes/multi_discrete.diff"),
+    ("ppo", CHOICES % "multi_binary", "see recipes/multi_discrete.diff"),
+    ("ppo", CHOICES % "discrete", "Discrete(3, start=7), not 0 to n - 1"),
+    ("ppo", CHOICES % "dict", "actions Dict"),
+    ("ppo_continuous", "--env-id CartPole-v1", "Discrete(2), not a vector within bounds"),
+    *(
+        ("ppo_continuous", CHOICES % kind, "not a vector within bounds")
+        for kind in ("scalar", "matrix", "unbounded", "half")
+    ),
     ("ppo", "--env-kwargs {is_slippery:false}", "double quotes"),
     ("ppo", "--vectorization vector_entry_point", "doesn't reset in the same step"),
     ("ppo", "--env-id Taxi-v4 --vectorization vector_entry_point", "vector entry point"),
     ("ppo", "--num-envs 3 --num-steps 5 --num-minibatches 4", "num_minibatches=4 must divide"),
     ("ppo", "--num-envs 2 --num-steps 4 --num-minibatches 8", "2 or more each"),
-    *(
-        ("ppo", f"--{name.replace('_', '-')} {number}", f"{name} must be {low} to")
-        for low, names in {
-            1: "num_envs num_steps num_minibatches update_epochs checkpoint_interval",
-            0: "seed num_threads eval_episodes",
-        }.items()
-        for name in names.split()
-        for number in (low - 1, -5)
-    ),
-    *(
-        ("ppo_atari", f"--{name.replace('_', '-')} {number}", f"{name} must be 0 to")
-        for name in ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm", "gamma")
-        for number in ("nan", "-0.1", "inf")
-    ),
     ("ppo_continuous", "--gamma 1.1", "gamma must be 0 to 1, not 1.1"),
     ("ppo_continuous", "--gae-lambda -0.1", "gae_lambda must be 0 to 1, not -0.1"),
     ("ppo", "--total-timesteps 0", "raise total_timesteps to 512"),
@@ -334,24 +281,32 @@ ERRORS = [
     ("ppo", "--device gpu", "no device gpu"),
     ("ppo", "--resume nothing", "nothing"),
     ("ppo_continuous", "--evaluate nothing", "nothing"),
-    ("ppo_continuous", "--env-id CartPole-v1", "not a vector within bounds"),
-    ("ppo_continuous", "--env-id probe_envs:Unbounded-v0", "not a vector within bounds"),
     ("ppo_atari", "--env-id ALE/Pongg-v5", "`Pong`"),
     ("ppo_atari", "--env-id BreakoutNoFrameskip-v4", "vector entry point"),
+]
+COUNTS = "num_envs num_steps num_minibatches update_epochs checkpoint_interval"
+RATES = "learning_rate clip_coef ent_coef vf_coef max_grad_norm gamma"
+ERRORS += [
+    (script, f"--{name} {number}", f"{name} must be {low} to")
+    for script, low, names, numbers in (
+        ("ppo", 1, COUNTS, "0 -5"),
+        ("ppo", 0, "seed num_threads eval_episodes", "-1 -5"),
+        ("ppo_atari", 0, RATES, "nan -0.1 inf"),
+    )
+    for name in names.split()
+    for number in numbers.split()
 ]
 
 
 @pytest.mark.parametrize(("name", "flags", "expected"), ERRORS)
-def test_errors(
-    name: str, flags: str, expected: str, capsys: pytest.CaptureFixture, folder: Path
-) -> None:
+def test_errors(name: str, flags: str, expected: str, capsys: pytest.CaptureFixture) -> None:
     """Bad input ends in one sentence with what to do, exit status 2, and no run folder."""
     assert main(name, *shlex.split(flags)) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1].startswith(f"{name}.py: ")
     assert expected in lines[-1]
     assert len([line for line in lines if "WARN" not in line and "logger" not in line]) == 1
-    assert list(folder.iterdir()) == []
+    assert [*Path().iterdir()] == []
 
 
 class Malicious:
@@ -393,7 +348,7 @@ def test_checkpoints_that_do_not_fit(capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_evaluation_from_the_file(name: str, capsys: pytest.CaptureFixture) -> None:
-    """An evaluation after the run gives the number of the one in it, and changes nothing."""
+    """An evaluation after the run gives the number of the one in it, filmed or not."""
     script = MODULES[name]
     kwargs = {"env_kwargs": '{"max_num_frames_per_episode": 400}'} if name == "ppo_atari" else {}
     run = trained(name, eval_episodes=3, **kwargs)
@@ -401,9 +356,8 @@ def test_evaluation_from_the_file(name: str, capsys: pytest.CaptureFixture) -> N
     assert line.endswith(" over 3 episodes")
     before = {file: file.read_bytes() for file in run.iterdir()}
     args = script.load_checkpoint(run)["args"]
-    assert scalars("eval/return") == [
-        (args.total_timesteps, np.float32(script.evaluate(args, run)))
-    ]
+    score = script.evaluate(args, run)
+    assert scalars("eval/return") == [(args.total_timesteps, np.float32(score))]
     capsys.readouterr()
     assert main(name, "--evaluate", run) is None
     assert capsys.readouterr().out == f"{line}\n"
@@ -412,65 +366,7 @@ def test_evaluation_from_the_file(name: str, capsys: pytest.CaptureFixture) -> N
     assert {file: file.read_bytes() for file in run.iterdir()} == before
     assert [*Path("runs").iterdir()] == [run]
 
-
-def test_greedy_and_sampled() -> None:
-    """Evaluated, an untrained policy does nearly 0 every time, 0.5 from the best, or samples.
-
-    Its standard deviation is then exp(-0.5): the squared distance is 0.25 + exp(-1), less a
-    little, as actions are clipped to -1 .. 1.
-    """
-    script = MODULES["ppo_continuous"]
-    kwargs = {"env_id": "probe_envs:Acted-v0", "env_kwargs": '{"continuous": true}'}
-    run = trained("ppo_continuous", **kwargs, learning_rate=0, target_kl=None)
-    args = replace(script.load_checkpoint(run)["args"], eval_episodes=1000)
-    assert script.evaluate(args, run) == pytest.approx(-0.25, abs=0.03)
-    rng = np.random.default_rng(1)
-    actions = (np.exp(-0.5) * rng.standard_normal(10**6)).clip(-1, 1)
-    expected = -np.square(actions - 0.5).mean()
-    sampled = script.evaluate(replace(args, eval_greedy=False), run)
-    assert sampled == pytest.approx(expected, abs=0.07)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scheduled_evaluations(name: str) -> None:
-    """Evaluations at checkpoints are a learning curve, and don't change the training's bits."""
-    kwargs = {"env_kwargs": '{"max_num_frames_per_episode": 200}'} if name == "ppo_atari" else {}
-    flags = kwargs | {"checkpoint_interval": 1}
-    runs = [
-        trained(name, **flags, **x) for x in ({}, {"eval_checkpoints": True, "eval_episodes": 1})
-    ]
-    plain, evaluated = map(content, runs)
-    curve = evaluated.pop("eval/return")
-    assert_same(evaluated, plain)
-    assert [step for step, _ in curve] == [step for step, _ in plain["losses/value_loss"]]
-
-
-def test_evaluation_favours_no_episode(capsys: pytest.CaptureFixture) -> None:
-    """Short and long episodes count as they come: here 1 and 99 steps in turn, 1 a step."""
-    trained("ppo", env_id="probe_envs:Alternating-v0", eval_episodes=6)
-    assert scalars("eval/return")[0][1] == 50
-    assert "evaluated at 50.0 ± 49.0 over 6 episodes" in capsys.readouterr().out
-
-
-def test_evaluation_ends(capsys: pytest.CaptureFixture) -> None:
-    """An agent that walks against a wall for ever is stopped, and the line says that none ended."""
-    trained("ppo", env_id="CliffWalking-v1", eval_episodes=1)
-    assert "evaluated at nan ± 0.0 over 0 episodes" in capsys.readouterr().out
-    assert np.isnan(scalars("eval/return")[0][1])
-
-
-@pytest.mark.parametrize(
-    ("name", "flags", "extra"),
-    [
-        ("ppo", {}, 1),  # one more frame than steps
-        ("ppo_continuous", {}, 1),
-        # But for a game's last one, which its reset replaces.
-        ("ppo_atari", {"env_kwargs": '{"max_num_frames_per_episode": 400}'}, 0),
-    ],
-)
-def test_video(name: str, flags: dict, extra: int) -> None:
-    """Every evaluated episode is recorded, from its beginning to its end, in a file of its own."""
-    run = trained(name, eval_episodes=3, capture_video=True, **flags)
+    assert script.evaluate(replace(args, capture_video=True), run) == score
     frames = []
     for video in run.glob("videos-*/*.mp4"):
         with VideoFileClip(str(video)) as clip:
@@ -478,19 +374,36 @@ def test_video(name: str, flags: dict, extra: int) -> None:
             assert clip.get_frame(0).std() > 1
             assert (clip.get_frame(0) != clip.get_frame(clip.duration - 0.1)).any()
     assert len(frames) == 3
-    steps = {"ppo": 3 * scalars("eval/return")[0][1], "ppo_continuous": 600, "ppo_atari": 300}[name]
-    assert abs(steps + 3 * extra - sum(frames)) <= 6  # MoviePy rounds, writing and reading
+    # One more frame than steps, but for a game's last one, which its reset replaces.
+    expected = {"ppo": 3 * score + 3, "ppo_continuous": 603, "ppo_atari": 300}[name]
+    assert abs(expected - sum(frames)) <= 6  # MoviePy rounds, writing and reading
 
 
-@pytest.mark.parametrize("name", MLPS)
-def test_cut_episodes_are_announced(name: str, capsys: pytest.CaptureFixture) -> None:
-    """Where resets at checkpoints cut the time limit's episodes, the run names the flag."""
-    env_id = {"ppo": "Acrobot-v1", "ppo_continuous": "Pendulum-v1"}[name]
-    limit = {"ppo": 500, "ppo_continuous": 200}[name]
-    for steps, says in ((limit // 2 - 2, True), (limit // 2, False)):
-        flags = {"num_steps": steps, "num_envs": 2, "total_timesteps": 2 * steps}
-        trained(name, env_id=env_id, checkpoint_interval=2, num_minibatches=2, **flags)
-        sentence = (
-            f"resets at checkpoints cut episodes of {limit} steps: raise --checkpoint-interval"
-        )
-        assert (sentence in capsys.readouterr().out) == says
+def test_greedy_and_sampled() -> None:
+    """Evaluated, an untrained policy does nearly 0 every time, 0.5 from the best, or samples."""
+    flags = probe("ppo_continuous", "Acted") | {"learning_rate": 0, "target_kl": None}
+    run = trained("ppo_continuous", **flags)
+    args = replace(ppo_continuous.load_checkpoint(run)["args"], eval_episodes=1000)
+    assert ppo_continuous.evaluate(args, run) == pytest.approx(-0.25, abs=0.03)
+    # Its standard deviation is exp(-0.5); actions are clipped to -1 .. 1.
+    rng = np.random.default_rng(1)
+    actions = (np.exp(-0.5) * rng.standard_normal(10**6)).clip(-1, 1)
+    expected = -np.square(actions - 0.5).mean()
+    sampled = ppo_continuous.evaluate(replace(args, eval_greedy=False), run)
+    assert sampled == pytest.approx(expected, abs=0.07)
+
+
+def test_evaluation_favours_no_episode(capsys: pytest.CaptureFixture) -> None:
+    """Short and long episodes count as they come: here 1 and 99 steps in turn, 1 a step."""
+    trained("ppo", **probe("ppo", "Overwriting", lengths=[1, 99]), eval_episodes=6)
+    assert scalars("eval/return")[0][1] == 50
+    assert "evaluated at 50.0 ± 49.0 over 6 episodes" in capsys.readouterr().out
+
+
+def test_evaluation_ends(capsys: pytest.CaptureFixture) -> None:
+    """An agent that walks against a wall for ever is stopped, and the line says that none ended."""
+    trained("ppo", env_id="CliffWalking-v1", total_timesteps=512, eval_episodes=1)
+    printed = capsys.readouterr().out
+    assert "evaluated at nan ± 0.0 over 0 episodes" in printed
+    assert "return nan over the last 0 episodes" in printed
+    assert np.isnan(scalars("eval/return")[0][1])

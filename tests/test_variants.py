@@ -1,19 +1,19 @@
 """The recurrent variants differ little from their scripts, and remember what they should."""
 
-import ast
-import json
+import inspect
 import subprocess
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import ppo_continuous_recurrent
 import ppo_recurrent
 import pytest
 import torch
+from helpers import assert_same, content, go_on, latest_run, probe
 from probe_envs import Scripted
 from torch import Tensor
 
@@ -26,20 +26,15 @@ SHORT |= {"sequence_length": 16, "update_epochs": 2, "eval_episodes": 0}
 pytestmark = pytest.mark.parametrize("script", BASES)
 
 
-def arguments(script: ModuleType, probe: str | None = None, **flags: Any) -> Any:
+def arguments(script: ModuleType, env: str = "", keywords: Any = (), **flags: Any) -> Any:
     """Arguments of a short run, of a probe or of what the script is for."""
     is_continuous = hasattr(script.Args, "stagger")
     own = {"env_id": "Pendulum-v1" if is_continuous else "CartPole-v1"}
-    if probe:
-        own = {"env_id": f"probe_envs:{probe}-v0", "stagger": False, "target_kl": None}
-        own |= {"env_kwargs": '{"continuous": true}'} if is_continuous else {}
+    if env:
+        own = probe("ppo_continuous" if is_continuous else "ppo", env, **dict(keywords))
+        own |= {"stagger": False, "target_kl": None}
     flags = SHORT | own | flags
     return script.Args(**{name: x for name, x in flags.items() if hasattr(script.Args, name)})
-
-
-def latest_run() -> Path:
-    """The folder of the run that began last."""
-    return max(Path("runs").iterdir(), key=lambda x: x.name.rsplit("__", 1)[1])
 
 
 def make_agent(script: ModuleType) -> Any:
@@ -61,21 +56,22 @@ def step(agent: Any, obs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([output, obs], -1), torch.cat([output, cell], -1)
 
 
-def test_difference(script: ModuleType) -> None:
-    """`diff` with the script shows at most 140 lines: those that go plus those that come.
+def functions(module: ModuleType) -> dict[str, str]:
+    """The sources of the functions, and of the methods of `Agent`."""
+    members = vars(module) | vars(module.Agent)
+    own = {
+        name: x for name, x in members.items() if getattr(x, "__module__", "") == module.__name__
+    }
+    return {name: inspect.getsource(x) for name, x in own.items() if inspect.isfunction(x)}
 
-    Every function, and every method of `Agent`, has the script's text, but for those named here.
-    """
-    paths = BASES[script].__file__, script.__file__
-    lines = subprocess.run(["diff", *paths], capture_output=True, text=True).stdout.splitlines()
+
+def test_difference(script: ModuleType) -> None:
+    """`diff` with the script shows at most 140 lines, in the functions that are named here."""
+    command = ["diff", BASES[script].__file__, script.__file__]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     assert 0 < sum(line[0] in "<>" for line in lines) <= 140
-    texts = []
-    for text in (Path(path).read_text() for path in paths):
-        classes = [x for x in ast.parse(text).body if getattr(x, "name", "") == "Agent"]
-        nodes = [x for body in (ast.parse(text), *classes) for x in body.body]
-        functions = [x for x in nodes if isinstance(x, ast.FunctionDef)]
-        texts.append({x.name: ast.get_source_segment(text, x) for x in functions})
-    differing = {name for name in texts[0] | texts[1] if texts[0].get(name) != texts[1].get(name)}
+    base, variant = functions(BASES[script]), functions(script)
+    differing = {name for name in base | variant if base.get(name) != variant.get(name)}
     of_agent = {"__init__", "remember", "get_features", "make_act"}
     others = {"check", "make_envs", "update", "set_up_torch", "evaluate", "train"}
     assert differing == of_agent | others
@@ -108,26 +104,13 @@ def test_features(script: ModuleType) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(loss, parameters) for loss in losses))
 
 
-def brute_force(deltas: Tensor, dones: Tensor) -> list[float]:
-    """Each step's advantage as a sum to its episode's end, with gamma 0.9 and lambda 0.8."""
-    steps = range(16)
-    ends = [next((k for k in steps[t:] if dones[k]), steps[-1]) for t in steps]
-    return [sum(0.72 ** (k - t) * float(deltas[k]) for k in steps[t : ends[t] + 1]) for t in steps]
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_rollouts(script: ModuleType, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is learned from, against the LSTM's equations and sums, step by step.
-
-    States are carried from step to step and from rollout to rollout, and are 0 after an episode's
-    end and a checkpoint. At the first minibatch, ratios are 1. Where an episode is cut, and at the
-    rollout's end, advantages bootstrap from the true last observation after the rollout's state.
-    Recomputed ones begin each sequence with it. Minibatches are of whole sequences.
-    """
+    """What is learned from, against the LSTM's equations and sums, step by step."""
     update, latest, carried, after, rollouts = script.update, [None], [None], {}, []
 
     def see(agent: Any, optimizer: Any, batch: tuple, indices: Tensor, args: Any) -> dict:
-        sequences = indices.view(-1, 8)
+        sequences = indices.view(-1, 8)  # minibatches are of whole ones
         assert (sequences[:, 0] % 8 == 0).all()
         assert (sequences == sequences[:, :1] + torch.arange(8)).all()
         if batch is not latest[0]:
@@ -166,35 +149,34 @@ def test_rollouts(script: ModuleType, recompute: bool, monkeypatch: pytest.Monke
         if hasattr(agent, "return_rms"):
             rewards = (rewards / agent.return_rms.std).clamp(-10, 10)
         deltas = rewards + 0.9 * next_values - values
-        expected = torch.tensor([*map(brute_force, deltas, terminated | truncated)])
+        # A step's advantage is a sum to its episode's end.
+        dones, steps = (terminated | truncated).int(), torch.arange(16)
+        episode = dones.cumsum(1) - dones
+        discounts = (0.9 * 0.8) ** (steps - steps[:, None]) * (steps >= steps[:, None])
+        weights = discounts * (episode[:, :, None] == episode[:, None])
+        expected = (weights @ deltas.float()[..., None])[..., 0]
         torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(returns, expected + values, rtol=1e-4, atol=1e-5)
 
     monkeypatch.setattr(script, "update", see)
     sizes = {"num_steps": 16, "sequence_length": 8, "num_minibatches": 2, "total_timesteps": 320}
     flags = {"learning_rate": 0.01, "gamma": 0.9, "gae_lambda": 0.8, "checkpoint_interval": 3}
-    kwargs = {"patterns": "----,--t-c,c--b-t,tcb", "continuous": script is ppo_continuous_recurrent}
-    flags |= {"env_kwargs": json.dumps(kwargs), "recompute_advantages": recompute}
-    script.train(arguments(script, "Scripted", **sizes, **flags))
+    flags |= sizes | {"recompute_advantages": recompute}
+    keywords = {"patterns": "----,--t-c,c--b-t,tcb"}
+    script.train(arguments(script, "Scripted", keywords, **flags))
     assert len(rollouts) == (10 if recompute else 5)
 
 
 def test_probes(script: ModuleType) -> None:
-    """What was shown three steps before is used; what the episode before showed is forgotten.
-
-    In training, as the policy is sampled, and in the evaluation. The script without a memory can
-    only guess what the memory knows. A guess is worth 0.5; continuously, at most -0.25.
-    """
+    """What was shown three steps before is used; what the episode before showed is forgotten."""
     flags = {"num_envs": 16, "num_steps": 32, "total_timesteps": 12_288, "update_epochs": 4}
-    for trained, probe in (
-        (script, "Remembered"),
-        (script, "Leaking"),
-        (BASES[script], "Remembered"),
-    ):
-        args = arguments(trained, probe, learning_rate=3e-3, **flags)
-        score, knows = trained.train(args), (trained, probe) == (script, "Remembered")
+    # A guess, all that the script without a memory can do, is worth 0.5; continuously, up to -0.25.
+    guess, best = (0.7, 0.9) if script is ppo_recurrent else (-0.24, -0.2)
+    runs = (script, "Remembered"), (script, "Leaking"), (BASES[script], "Remembered")
+    for trained, env in runs:
+        args = arguments(trained, env, learning_rate=3e-3, **flags)
+        score, knows = trained.train(args), (trained, env) == runs[0]
         for x in score, trained.evaluate(replace(args, eval_episodes=100), latest_run()):
-            guess, best = (0.7, 0.9) if script is ppo_recurrent else (-0.24, -0.2)
             assert x > best if knows else x < guess
 
 
@@ -202,45 +184,41 @@ def test_an_evaluation_forgets(script: ModuleType, monkeypatch: pytest.MonkeyPat
     """Each of its episodes, of four steps, begins with a state of zeros, and goes on from there."""
     args = arguments(script, "Remembered")
     script.train(args)
-    remember, states = script.Agent.remember, []
-
-    def keep(agent: Any, *given: Tensor) -> tuple[Tensor, Tensor]:
-        features, after = remember(agent, *given)
-        states.append((given[1].clone(), after.clone()))
-        return features, after
-
-    monkeypatch.setattr(script.Agent, "remember", keep)
+    remember = mock.create_autospec(script.Agent.remember, side_effect=script.Agent.remember)
+    monkeypatch.setattr(script.Agent, "remember", remember)
     script.evaluate(replace(args, eval_episodes=3), latest_run())
-    assert len(states) == 12
-    for t in range(12):
-        assert torch.equal(states[t][0], torch.zeros(1, 128) if t % 4 == 0 else states[t - 1][1])
+    assert len(remember.call_args_list) == 12
+    zeros = after = torch.zeros(1, 128)
+    for t, call in enumerate(remember.call_args_list):
+        agent, obs, states = call.args
+        torch.testing.assert_close(states, zeros if t % 4 == 0 else after)
+        _, after = step(agent, obs[0], states)
 
 
 def test_resumed(script: ModuleType) -> None:
     """A run that crashed after a checkpoint, and goes on, ends as the uninterrupted one does."""
     args = arguments(script, checkpoint_interval=2)  # of 4 iterations
+    script.train(args)
+    whole = latest_run()
 
     def crash(global_step: int, mean_return: float) -> None:
         if global_step == 768:
             raise ZeroDivisionError
 
-    script.train(args)
-    ends = [script.load_checkpoint(latest_run())]
     with pytest.raises(ZeroDivisionError):
         script.train(args, crash)
     run = latest_run()
     assert script.load_checkpoint(run)["global_step"] == 512
-    script.train(replace(args, resume=str(run)))
-    ends.append(script.load_checkpoint(run))
-    torch.testing.assert_close(*(x | {"args": None} for x in ends), rtol=0, atol=0)
+    go_on(script, run)
+    assert_same(content(run), content(whole))
 
 
 def test_mask_velocity(script: ModuleType) -> None:
     """Velocities are 0 in all that is observed, and nothing else is."""
-    kwargs = '{"continuous": true}' if script is ppo_continuous_recurrent else "{}"
+    kwargs = {"LunarLander-v3": '{"continuous": true}'} if script is not ppo_recurrent else {}
     for env_id in script.VISIBLE:
-        flags = {"env_kwargs": kwargs if env_id == "LunarLander-v3" else "{}"}
-        envs = script.make_envs(arguments(script, env_id=env_id, mask_velocity=True, **flags), 1)
+        flags = {"env_id": env_id, "env_kwargs": kwargs.get(env_id, "{}")}
+        envs = script.make_envs(arguments(script, mask_velocity=True, **flags), 1)
         obs = [envs.reset(seed=1)[0], *(envs.step(envs.action_space.sample())[0] for _ in range(9))]
         envs.close()
         is_hidden = (np.concatenate(obs) == 0).all(0)
