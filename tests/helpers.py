@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -144,11 +145,17 @@ def kept_batches(script: ModuleType) -> Iterator[list[Batch]]:
         yield kept
 
 
+def listen() -> None:
+    """Take signals: those of a job in the background, as pytest may be, ignore some."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def command(name: str, *flags: Any, **options: Any) -> subprocess.Popen:
     """Start a script as a user does."""
     arguments = [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(arguments, **pipes, **options)
+    return subprocess.Popen(arguments, **{"preexec_fn": listen} | pipes | options)
 
 
 def wait_for(process: subprocess.Popen, pattern: str) -> None:
