@@ -233,7 +233,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # Policy loss (detail 8)
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: torch.compile freezes numbers
+    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: compiled, a number is frozen
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -297,7 +297,7 @@ def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict:
 
 
 def log(writer: SummaryWriter, scalars: dict, step: int) -> None:
-    """Write scalars as one event, at once: a waiting writer's thread slows the next steps."""
+    """Write scalars as one event, and wait: the writer's thread would slow the next steps."""
     values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
     writer.file_writer.add_summary(Summary(value=values), step)
     writer.flush()
@@ -331,7 +331,7 @@ STOP = []  # train ends once there is something in it
 
 
 def stop(number: int, frame: object) -> None:
-    """After Ctrl-C or another signal, finish the iteration, save and stop; a second one kills."""
+    """After Ctrl-C or another signal, finish the iteration, save, stop; the same again kills."""
     STOP.append(signal.signal(number, signal.SIG_DFL))
 
 
@@ -395,7 +395,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 seed_everything(env_seed)
                 envs = make_envs(args, args.num_envs)
                 next_obs, _ = envs.reset(seed=env_seed)
-            if args.anneal_lr:  # detail 4; a second group of parameters keeps its rate
+            if args.anneal_lr:  # detail 4; a group with a rate of its own keeps it
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
@@ -416,7 +416,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                     log(writer, charts, global_step)
             dones = terminations | truncations
             b_obs, b_actions = (tensor(x).flatten(0, 1) for x in (obs, actions))
-            is_cut = truncations.copy()  # or rollout's end: the next value isn't the next row's
+            is_cut = truncations.copy()  # and the last row: next values from real_next_obs
             is_cut[-1] = True
             with torch.no_grad():
                 b_logprobs, _, rollout_values = agent.evaluate_actions(b_obs, b_actions)
@@ -456,7 +456,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 raise UsageError(f"infinite or nan at step {global_step}: {bad}")
             debug = {"values": rollout_values, "returns": b_returns, "advantages": b_advantages}
             scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
-            unexplained = (b_returns - rollout_values).var() / b_returns.var()
+            unexplained = (b_returns - rollout_values).var() / b_returns.var()  # not fitted yet
             scalars["losses/explained_variance"] = 1 - unexplained.item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
             scalars["charts/SPS"] = (global_step - first_step) / (time.time() - start_time)
