@@ -64,12 +64,14 @@ def load(name: str) -> pd.DataFrame:
 
 def rows_of(run: Run, seeds: range, kind: str = "runs") -> pd.DataFrame:
     """The rows of runs.csv (or curves.csv) of a run's seeds; 1.0's where seeds are missing."""
-    for version in ("", "-1.0"):
-        frame = load(f"{kind}{version}.csv")
-        rows = frame[(frame[[*Run._fields]] == run).all(axis=1) & frame.seed.isin(seeds)]
-        if rows.seed.nunique() == len(seeds):
-            break
-    return rows
+    new, old = (of_version(run, seeds, f"{kind}{x}.csv") for x in ("", "-1.0"))
+    return new if new.seed.nunique() == len(seeds) else old
+
+
+def of_version(run: Run, seeds: range, name: str) -> pd.DataFrame:
+    """What a results file has of a run's seeds."""
+    frame = load(name)
+    return frame[(frame[[*Run._fields]] == run).all(axis=1) & frame.seed.isin(seeds)]
 
 
 def mean_and_spread(x: pd.Series) -> str:
@@ -120,10 +122,11 @@ def results(name: str, *columns: str) -> str:
 
 
 def ablation(name: str) -> str:
-    """What each change of a default does, training (greedy), on the same seeds."""
-    evaluated, lines = LISTS["settings"]["evaluated"], {}
-    for run, seeds in runs_of(name).items():
-        rows = rows_of(run, seeds)
+    """What each change of a default does, training (greedy), on the same seeds, all of a version."""
+    evaluated, lines, runs = LISTS["settings"]["evaluated"], {}, runs_of(name).items()
+    whole = all(len(of_version(*run, "runs.csv")) == len(run[1]) for run in runs)
+    for run, seeds in runs:
+        rows = of_version(run, seeds, "runs.csv" if whole else "runs-1.0.csv")
         change = label("", run.flags.removeprefix(evaluated))
         line = lines.setdefault(
             change, {"defaults but for": f"`{change}`" if change else "nothing"}
@@ -137,8 +140,7 @@ def check() -> str:
     """Version 2 beside 1.0, on the same seeds: what is on file of both."""
     lines = []
     for run, seeds in runs_of("check").items():
-        frames = [load(name) for name in ("runs.csv", "runs-1.0.csv")]
-        new, old = (x[(x[[*Run._fields]] == run).all(axis=1) & x.seed.isin(seeds)] for x in frames)
+        new, old = (of_version(run, seeds, name) for name in ("runs.csv", "runs-1.0.csv"))
         if new.empty:
             continue
         old = old[old.seed.isin(new.seed)]
