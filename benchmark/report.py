@@ -122,7 +122,7 @@ def results(name: str, *columns: str) -> str:
 
 
 def ablation(name: str) -> str:
-    """What each change of a default does, training (greedy), on the same seeds, all of a version."""
+    """What each change of a default does, training (greedy), on the same seeds and version."""
     evaluated, lines, runs = LISTS["settings"]["evaluated"], {}, runs_of(name).items()
     whole = all(len(of_version(*run, "runs.csv")) == len(run[1]) for run in runs)
     for run, seeds in runs:
