@@ -154,7 +154,7 @@ def test_every_sample_once_an_epoch() -> None:
 
 @BOTH
 def test_every_episode_counts(name: str) -> None:
-    """Where 150 episodes end in each step, all are logged, and scored are the last 100."""
+    """Where 150 episodes end in each step, all are logged; scored and saved are the last 100."""
     # Returns are raw. Environments differ in their worth: the best would give another score.
     flags = SHORT[name] | probe(name, "Careless") | {"num_envs": 150, "num_steps": 8}
     script = MODULES[name]
@@ -166,6 +166,7 @@ def test_every_episode_counts(name: str) -> None:
     assert len({*worths}) == 150
     assert [value for _, value in returns] == 8 * worths
     assert score == pytest.approx(np.mean(worths[50:]))
+    assert script.load_checkpoint(only_run())["last_returns"] == pytest.approx(worths[50:])
 
 
 @pytest.mark.parametrize("flags", [{}, {"vectorization": "async"}, {"stagger": False}])
