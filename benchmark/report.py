@@ -141,9 +141,9 @@ def check() -> str:
     lines = []
     for run, seeds in runs_of("check").items():
         new, old = (of_version(run, seeds, name) for name in ("runs.csv", "runs-1.0.csv"))
-        if new.empty:
-            continue
         old = old[old.seed.isin(new.seed)]
+        if old.empty:
+            continue
         line = {"environment": run.env_id, "seeds": ", ".join(new.seed.astype(str))}
         for key, name in {"score": "training", "greedy": "greedy"}.items():
             line |= {

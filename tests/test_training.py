@@ -60,10 +60,13 @@ def test_seeds(short: Any) -> None:
         same = trained(short.name, **flags)
     assert counts == {short.args.num_envs if is_async else 0}
     assert_same(content(same), content(short.run))
-    batch_size = short.args.num_envs * short.args.num_steps
-    other = trained(short.name, **FLAGS[short.name] | {"seed": 2, "total_timesteps": batch_size})
+    one = {"seed": 2, "total_timesteps": short.args.num_envs * short.args.num_steps}
+    with kept_batches(short.script) as others:
+        run = trained(short.name, **FLAGS[short.name] | one)
     with pytest.raises(AssertionError):
-        assert_same(content(other)["agent"], content(short.run)["agent"])
+        assert_same(content(run)["agent"], content(short.run)["agent"])
+    starts = [batch.obs[: short.args.num_envs] for batch in (others[0], short.batches[0])]
+    assert not torch.equal(*starts)
 
 
 def test_evaluation_at_checkpoints(short: Any) -> None:
