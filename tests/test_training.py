@@ -114,6 +114,18 @@ def test_report_and_scalars(short: Any) -> None:
             assert logged[tag][i][1] == pytest.approx(x.mean().item(), abs=1e-4)
 
 
+@BOTH
+def test_explained_variance(name: str) -> None:
+    """It is of the rollout's values, although those of later epochs are nearer to the returns."""
+    flags = {"recompute_advantages": True, "update_epochs": 3, "target_kl": None}
+    with kept_batches(MODULES[name]) as batches:
+        trained(name, **flags, total_timesteps=512)  # one iteration
+    first, _, last = batches
+    unexplained = (last.returns - first.values).var() / last.returns.var()
+    assert scalars("losses/explained_variance")[0][1] == pytest.approx(1 - unexplained, abs=1e-5)
+    assert scalars("debug/values")[0][1] == pytest.approx(first.values.mean(), abs=1e-5)
+
+
 @pytest.mark.parametrize("seeds", [False, True])
 @BOTH
 def test_noise_does_not_repeat(name: str, seeds: bool) -> None:
