@@ -122,8 +122,10 @@ def test_explained_variance(name: str) -> None:
         trained(name, **flags, total_timesteps=512)  # one iteration
     first, _, last = batches
     unexplained = (last.returns - first.values).var() / last.returns.var()
-    assert scalars("losses/explained_variance")[0][1] == pytest.approx(1 - unexplained, abs=1e-5)
-    assert scalars("debug/values")[0][1] == pytest.approx(first.values.mean(), abs=1e-5)
+    assert scalars("losses/explained_variance")[0][1] == pytest.approx(
+        1 - unexplained.item(), abs=1e-5
+    )
+    assert scalars("debug/values")[0][1] == pytest.approx(first.values.mean().item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("seeds", [False, True])
