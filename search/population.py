@@ -12,6 +12,7 @@ of them there should be several episodes of each environment: else take fewer en
 import shlex
 import shutil
 import sys
+import traceback
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,8 +70,9 @@ def train_member(config: dict[str, Any], options: Options, flags: list[str], tra
                 args.resume = args.resume or str(next(Path("runs").glob("*/checkpoint.pt")).parent)
                 result["score"] = score if score == score else -1e9  # nan: no episode ended
                 saved = tune.Checkpoint.from_directory(args.resume)
-            except Exception as error:  # costs this member only, whose place a copy takes
-                result["error"] = repr(error)  # in the member's result.json
+            except Exception:  # costs this member only, whose place a copy takes
+                with (options.folder / "errors.txt").open("a") as errors:
+                    traceback.print_exc(file=errors)
             tune.report(result, checkpoint=saved)
 
 
@@ -88,7 +90,7 @@ if __name__ == "__main__":
     file.write_text(search)
     workers = None if options.address else options.workers
     init(options.address, num_cpus=workers, include_dashboard=False, log_to_driver=False)
-    settings = {"options": replace(options, script=path), "flags": flags}
+    settings = {"options": replace(options, script=path, folder=folder), "flags": flags}
     member = partial(tune.with_parameters, train_member, **settings)
     if tune.Tuner.can_restore(folder):
         members = tune.Tuner.restore(str(folder), member(trained=0)).get_results()
@@ -119,7 +121,7 @@ if __name__ == "__main__":
         )
     best = tuner.fit().get_best_result()
     if not best.checkpoint:
-        sys.exit(f"population.py: all members failed, see {options.folder}/*/result.json")
+        sys.exit(f"population.py: all members failed, see {options.folder}/errors.txt")
     shutil.copytree(best.checkpoint.path, folder / "best", dirs_exist_ok=True)
     args = script.load_checkpoint(folder / "best")["args"]
     values = {name: getattr(args, name) for name in MUTATIONS}

@@ -121,10 +121,8 @@ def test_explained_variance(name: str) -> None:
     with kept_batches(MODULES[name]) as batches:
         trained(name, **flags, total_timesteps=512)  # one iteration
     first, _, last = batches
-    unexplained = (last.returns - first.values).var() / last.returns.var()
-    assert scalars("losses/explained_variance")[0][1] == pytest.approx(
-        1 - unexplained.item(), abs=1e-5
-    )
+    unexplained = ((last.returns - first.values).var() / last.returns.var()).item()
+    assert scalars("losses/explained_variance")[0][1] == pytest.approx(1 - unexplained, abs=1e-5)
     assert scalars("debug/values")[0][1] == pytest.approx(first.values.mean().item(), abs=1e-5)
 
 
