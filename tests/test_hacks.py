@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -164,3 +165,20 @@ def test_clip_coef_that_changes(compile: bool) -> None:
     shares = [x for _, x in scalars("losses/clipfrac")]  # the mean over both epochs
     assert shares == pytest.approx([0, 0.5, 0, 0.5], abs=0.02)
     assert ppo.load_checkpoint(only_run())["args"].clip_coef == 0.2
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_dropout_is_off_in_evaluations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent trains in training mode, and is evaluated in the other."""
+    modes, script = [], MODULES[name]
+
+    class Agent(script.Agent):
+        def make_act(self) -> Callable:
+            modes.append(self.training)
+            return super().make_act()
+
+    monkeypatch.setattr(script, "Agent", Agent)
+    run = trained(name)
+    script.evaluate(replace(script.load_checkpoint(run)["args"], eval_episodes=1), run)
+    assert modes[-1] is False
+    assert all(modes[:-1])
