@@ -159,7 +159,7 @@ class Agent(nn.Module):
     def __init__(self, envs: VectorEnv) -> None:
         super().__init__()
         obs_size = envs.single_observation_space.shape[0]
-        self.num_actions = int(envs.single_action_space.n)
+        self.num_actions = envs.single_action_space.n
         self.actor = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
             nn.Tanh(),

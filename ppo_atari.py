@@ -139,7 +139,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     """
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), scales, greys and stacks
     # the screens (details 18, 20), and presses fire and no-ops after a reset (details 17, 14).
-    kwargs = {"frameskip": 4, "repeat_action_probability": args.repeat_action_probability}
+    kwargs = {"repeat_action_probability": args.repeat_action_probability}
     try:
         kwargs |= json.loads(args.env_kwargs) | {
             "autoreset_mode": "SameStep",
@@ -151,7 +151,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     envs = Games(RecordEpisodeStatistics(envs))
     if videos:  # at most 10,000 steps of each game, as they are kept in memory
         options = {"episode_trigger": lambda i: i < args.eval_episodes, "video_length": 10_000}
-        envs = RecordVideo(envs, str(videos), **options, fps=15)  # 60 / frameskip
+        envs = RecordVideo(envs, videos, **options, fps=15)  # 60 / frameskip
     return envs
 
 
@@ -167,7 +167,7 @@ class Agent(nn.Module):
 
     def __init__(self, envs: VectorEnv, bf16: bool) -> None:
         super().__init__()
-        self.num_actions = int(envs.single_action_space.n)
+        self.num_actions = envs.single_action_space.n
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.network = nn.Sequential(  # shared (details 13, 21)
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),
@@ -197,13 +197,13 @@ class Agent(nn.Module):
         """Gumbel noise, (*shape, num_actions): argmax(logits + noise) samples softmax."""
         return rng.gumbel(size=(*shape, self.num_actions)).astype(np.float32)
 
-    def make_act(self) -> Callable:
+    def make_act(self, compiled: bool = False) -> Callable:
         """The policy, until its next update, as act(obs, noise) -> actions; noise 0: the mode."""
-        device = self.critic.weight.device
+        forward = torch.compile(self.forward, mode="reduce-overhead", disable=not compiled)
 
         @torch.no_grad()
         def act(obs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
-            logits, _ = self(torch.as_tensor(obs, device=device))
+            logits, _ = forward(torch.as_tensor(obs).to(self.critic.weight.device))
             return (logits.numpy(force=True) + noise).argmax(-1)
 
         return act
@@ -400,7 +400,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
             # Rollout. Weights don't change in it: noise comes before, log-probs and values after.
-            act, noise = agent.make_act(), agent.sample_noise(rng, *shape)
+            act, noise = agent.make_act(args.compile), agent.sample_noise(rng, *shape)
             for t in range(args.num_steps):
                 obs[t] = next_obs
                 actions[t] = act(obs[t], noise[t])

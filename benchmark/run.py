@@ -96,11 +96,12 @@ def provenance() -> dict[str, str]:
 
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = re.findall(r"model name\s*: (.+)", info) or [platform.processor()]
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     changes = git("status", "--porcelain", "--", ".", ":!benchmark/results")
     return {
         "commit": git("rev-parse", "--short=10", "HEAD") + "+" * bool(changes),
         "date": str(date.today()),
-        "machine": f"{len(names)} x {names[0]}, {torch.backends.cpu.get_cpu_capability()}",
+        "machine": f"{len(names)} x {names[0]}, {torch.backends.cpu.get_cpu_capability()}{gpu}",
         "torch": version("torch"),
         "gymnasium": version("gymnasium"),
     }

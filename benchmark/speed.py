@@ -5,6 +5,7 @@
     git worktree add /tmp/before 36ac8bd && python benchmark/speed.py before --folder /tmp/before
     python benchmark/speed.py sources
     python benchmark/speed.py slow
+    python benchmark/speed.py gpu
 
 /tmp/sb3 is a virtual environment, /tmp/cleanrl has one beside CleanRL's repository:
 
@@ -94,6 +95,20 @@ SOURCES = {  # environment: script, sources, steps in a rollout, steps in a mini
     ),
     "HalfCheetah-v5": ("ppo_continuous.py", {"sync": "--env-id ", "EnvPool": ENVPOOL}, 32, 64),
 }
+GPU = {  # case: our script, its runs
+    "ALE/Breakout-v5, 8": (
+        "ppo_atari.py --total-timesteps 81920",
+        ["", "--compile", "--bf16", "--bf16 --compile"],
+    ),
+    "ALE/Breakout-v5, 64": (
+        "ppo_atari.py --num-envs 64 --total-timesteps 327680",
+        ["", "--compile", "--bf16", "--bf16 --compile"],
+    ),
+    "HalfCheetah-v5, defaults": (
+        "ppo_continuous.py --total-timesteps 65536",
+        ["--device cuda", "--device cuda --compile"],
+    ),
+}
 Timed = Callable[[], dict[str, float]]  # a run, which returns its figures
 
 
@@ -101,7 +116,7 @@ Timed = Callable[[], dict[str, float]]  # a run, which returns its figures
 class Args:
     """Measure speed."""
 
-    table: tyro.conf.Positional[Literal["peers", "before", "sources", "slow"]]
+    table: tyro.conf.Positional[Literal["peers", "before", "sources", "slow", "gpu"]]
     only: str = ""  # cases whose name begins with this
     rounds: int = 5  # alternations; the median counts
     sb3: Path | None = None  # the virtual environment of Stable-Baselines3
@@ -241,9 +256,20 @@ def slow(args: Args) -> dict[str, dict[str, Timed]]:
     }
 
 
+def gpu(args: Args) -> dict[str, dict[str, Timed]]:
+    """On a GPU; Atari's script takes it by itself."""
+    return {
+        f"{case}, GPU": {
+            label(command.split()[0], flags): partial(ours, f"{command} {flags}")
+            for flags in variants
+        }
+        for case, (command, variants) in GPU.items()
+    }
+
+
 def main(args: Args) -> None:
     """Measure a table."""
-    tables = {"peers": peers, "before": before, "sources": sources, "slow": slow}
+    tables = {"peers": peers, "before": before, "sources": sources, "slow": slow, "gpu": gpu}
     for case, runs in tables[args.table](args).items():
         if case.startswith(args.only):
             alternate(args.table, case, runs, args.rounds)

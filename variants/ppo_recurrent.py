@@ -176,7 +176,7 @@ class Agent(nn.Module):
     def __init__(self, envs: VectorEnv, hidden_size: int) -> None:
         super().__init__()
         obs_size = envs.single_observation_space.shape[0]
-        self.num_actions = int(envs.single_action_space.n)
+        self.num_actions = envs.single_action_space.n
         self.lstm = nn.LSTM(obs_size, hidden_size)
         for name, x in self.lstm.named_parameters():  # detail 32
             nn.init.zeros_(x) if "bias" in name else nn.init.orthogonal_(x)
