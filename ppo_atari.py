@@ -316,7 +316,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
         noise = 0.0 if args.eval_greedy else agent.sample_noise(rng, 1)
         obs, _, _, _, infos = envs.step(act(obs, noise))
         if "episode" in infos:
-            returns.append(float(infos["episode"]["r"][0]))
+            returns.append(infos["episode"]["r"][0])
             if len(returns) == args.eval_episodes:
                 break
     envs.close()

@@ -113,7 +113,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         # Add wrappers here (vector_entry_point has none). Each checkpoint and evaluation makes new
         # ones: keep lasting state in Agent, as a buffer. Reported returns sum the wrapped rewards.
         if videos:  # at most 3000 frames of each episode, as they are kept in memory
-            env = RecordVideo(env, str(videos), lambda i: i < args.eval_episodes, video_length=3000)
+            env = RecordVideo(env, videos, lambda i: i < args.eval_episodes, video_length=3000)
         return FlattenObservation(env)  # copies, as some environments overwrite what they return
 
     mode = "sync" if videos else args.vectorization
@@ -333,7 +333,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
         noise = 0.0 if args.eval_greedy else agent.sample_noise(rng, 1)
         obs, _, _, _, infos = envs.step(act(np.float32(obs), noise))
         if "episode" in infos:
-            returns.append(float(infos["episode"]["r"][0]))
+            returns.append(infos["episode"]["r"][0])
             if len(returns) == args.eval_episodes:
                 break
     envs.close()

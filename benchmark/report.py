@@ -47,7 +47,7 @@ PUBLISHED = {
 FIGURES = ["command", "steps", "seeds", "training", "lowest .. highest", "greedy"]
 EVERYTHING = [*FIGURES, "best", "minutes", "commit", "CleanRL, training", "Tianshou, best greedy"]
 SHORT = ["script", "steps", "seeds", "training", "greedy", *EVERYTHING[-2:]]
-PEERS = ["CleanRL", "Stable-Baselines3"]
+PEERS = ["CleanRL", "LeanRL", "Stable-Baselines3"]
 SHORT_SPEEDS = [  # case, who, name in the table
     ("CartPole-v1", "ppo.py", "CartPole-v1, 4 environments"),
     ("HalfCheetah-v5", "ppo_continuous.py (canonical)", "HalfCheetah-v5, one environment"),
@@ -194,8 +194,9 @@ def short_speeds() -> str:
             found = newest(case, who + flag)
             line[f"{prefix}steps/s"] = found["steps/s"]
             for peer in PEERS:
-                median = float(found[f"of {peer}'s"].split()[0])
-                line[f"{prefix}of {peer}'s"] = f"{median:.1f}"
+                if found[f"of {peer}'s"]:
+                    median = float(found[f"of {peer}'s"].split()[0])
+                    line[f"{prefix}of {peer}'s"] = f"{median:.1f}"
         lines.append(line)
     return table(lines)
 
@@ -209,6 +210,16 @@ def sources() -> str:
         line = lines.setdefault((env_id, who), {"environment": env_id, "source": who})
         line[number] = f"{row.steps_per_s:,.0f} ({row.peak_mib:.0f})"
     return table([*lines.values()])
+
+
+def gpu() -> str:
+    """Speed on a GPU, whose name stands in the last column."""
+    frame, lines = load("speed.csv"), []
+    medians = frame[frame.table == "gpu"].groupby(["case", "who", "machine"], sort=False)
+    for (case, who, machine), speed in medians.steps_per_s.median().items():
+        line = {"": case, "who": f"`{who}`".replace("`the games alone`", "the games alone")}
+        lines.append(line | {"steps/s": f"{speed:,.0f}", "GPU": machine.split(", ")[-1]})
+    return table(lines)
 
 
 def searches() -> str:
@@ -232,6 +243,7 @@ TABLES = {
     "speed": speeds,
     "speed-short": short_speeds,
     "sources": sources,
+    "gpu": gpu,
     "searches": searches,
 }
 

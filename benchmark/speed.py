@@ -1,13 +1,13 @@
 """Time the scripts: beside others, beside their own past, by number and source of environments.
 
     pip install -r benchmark/requirements.txt envpool==1.2.5
-    python benchmark/speed.py peers --sb3 /tmp/sb3 --cleanrl /tmp/cleanrl
+    python benchmark/speed.py peers --sb3 /tmp/sb3 --cleanrl /tmp/cleanrl --leanrl /tmp/leanrl
     git worktree add /tmp/before 36ac8bd && python benchmark/speed.py before --folder /tmp/before
     python benchmark/speed.py sources
     python benchmark/speed.py slow
     python benchmark/speed.py gpu
 
-/tmp/sb3 is a virtual environment, /tmp/cleanrl has one beside CleanRL's repository:
+/tmp/sb3 is a virtual environment, /tmp/cleanrl and /tmp/leanrl have one beside a repository:
 
     python -m venv /tmp/sb3
     /tmp/sb3/bin/pip install sb3-contrib==2.9.2 torch==2.13.0 "gymnasium[mujoco]" mujoco==3.10.0 \
@@ -18,10 +18,14 @@
         mujoco==3.10.0 imageio opencv-python-headless ale-py==0.8.1 "shimmy[atari]==1.3.0"
     cp .venv/lib/python3.11/site-packages/ale_py/roms/breakout.bin \
         /tmp/cleanrl/venv/lib/python3.11/site-packages/ale_py/roms  # this ale-py has no games
+    git clone https://github.com/meta-pytorch/LeanRL /tmp/leanrl/repo  # measured: commit 20bfe67
+    python -m venv /tmp/leanrl/venv
+    /tmp/leanrl/venv/bin/pip install torch==2.13.0 tensordict==0.13.0 gymnasium==0.29.1 "numpy<2" \
+        mujoco==3.10.0 tyro tqdm wandb imageio tensorboard
 
 Nothing else should run on the machine. All of a case take turns, with the same hyper-parameters.
-Ours are timed in the second half of a run, Stable-Baselines3's after its first iteration, CleanRL's
-as it prints it, so that neither imports nor compilation count. Rows go to results/speed.csv.
+Ours are timed in the second half of a run, Stable-Baselines3's after its first iteration, the rest
+as they print it, so that neither imports nor compilation count. Rows go to results/speed.csv.
 """
 
 import os
@@ -42,9 +46,14 @@ import torch
 import tyro
 from run import CANONICAL, ROOT, append, events_of, label, provenance
 
+sys.path.insert(0, str(ROOT))
+import ppo_atari
+
 # bfloat16 says nothing about a script on a processor without units for it.
 BF16 = ["--bf16", "--bf16 --compile"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else []
 CLEANRL_HALFCHEETAH = "ppo_continuous_action.py --env-id HalfCheetah-v4 --total-timesteps 16384"
+LEANRL_HALFCHEETAH = "ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --no-cuda"
+LEANRL_HALFCHEETAH += " --compile --total-timesteps 40960"
 ARRAYS, ENVPOOL = (
     f"--vectorization vector_entry_point --env-id variants.fast_envs:{source}/"
     for source in ("Arrays", "EnvPool")
@@ -97,15 +106,15 @@ SOURCES = {  # environment: script, sources, steps in a rollout, steps in a mini
 }
 GPU = {  # case: our script, its runs
     "ALE/Breakout-v5, 8": (
-        "ppo_atari.py --total-timesteps 81920",
-        ["", "--compile", "--bf16", "--bf16 --compile"],
+        "ppo_atari.py --total-timesteps 16384",
+        ["", "--compile", "--bf16 --compile"],
     ),
     "ALE/Breakout-v5, 64": (
-        "ppo_atari.py --num-envs 64 --total-timesteps 327680",
-        ["", "--compile", "--bf16", "--bf16 --compile"],
+        "ppo_atari.py --num-envs 64 --total-timesteps 65536",
+        ["", "--bf16 --compile"],
     ),
     "HalfCheetah-v5, defaults": (
-        "ppo_continuous.py --total-timesteps 65536",
+        "ppo_continuous.py --total-timesteps 16384",
         ["--device cuda", "--device cuda --compile"],
     ),
 }
@@ -121,6 +130,7 @@ class Args:
     rounds: int = 5  # alternations; the median counts
     sb3: Path | None = None  # the virtual environment of Stable-Baselines3
     cleanrl: Path | None = None  # the folder of CleanRL's
+    leanrl: Path | None = None  # the folder of LeanRL's
     folder: Path | None = None  # where the version to compare with lies
 
 
@@ -150,10 +160,11 @@ def peer(*words: Any) -> dict[str, float]:
     """Run somebody else's script in an empty folder: the speed that it prints last."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(x) for x in words]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        environment = os.environ | {"WANDB_MODE": "disabled"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    speed = int(re.findall(r"SPS: (\d+)", done.stdout)[-1])
+    speed = int(re.findall(r"(?:SPS|speed): +(\d+)", done.stdout + done.stderr)[-1])
     return {"steps_per_s": speed, "first_iteration_s": "", "peak_mib": ""}
 
 
@@ -167,7 +178,7 @@ def alternate(table: str, case: str, runs: dict[str, Timed], rounds: int) -> Non
 
 
 def peers(args: Args) -> dict[str, dict[str, Timed]]:
-    """Ours beside Stable-Baselines3's and CleanRL's."""
+    """Ours beside Stable-Baselines3's, CleanRL's and LeanRL's."""
     cases = {}
     for case, (command, variants, sb3_steps, cleanrl) in PEERS.items():
         runs = cases[case] = {}
@@ -179,6 +190,10 @@ def peers(args: Args) -> dict[str, dict[str, Timed]]:
             root = args.cleanrl.absolute()
             words = f"{root}/venv/bin/python {root}/repo/cleanrl/{cleanrl} --no-cuda".split()
             runs["CleanRL"] = partial(peer, *words)
+        if args.leanrl and case == "HalfCheetah-v5":
+            root = args.leanrl.absolute()
+            words = f"{root}/venv/bin/python {root}/repo/leanrl/{LEANRL_HALFCHEETAH}".split()
+            runs["LeanRL"] = partial(peer, *words)
         for flags in variants:
             runs[label(command.split()[0], flags)] = partial(ours, f"{command} {flags}")
     return cases
@@ -256,15 +271,32 @@ def slow(args: Args) -> dict[str, dict[str, Timed]]:
     }
 
 
+def games(number: int) -> dict[str, float]:
+    """ALE's vector environment alone, with random actions."""
+    envs = ppo_atari.make_envs(ppo_atari.Args(), number)
+    envs.reset(seed=1)
+    actions = np.random.default_rng(1).integers(4, size=(200, number))
+    for t in range(50):
+        envs.step(actions[t])
+    start = time.time()
+    for t in range(50, 200):
+        envs.step(actions[t])
+    speed = round(150 * number / (time.time() - start))
+    return {"steps_per_s": speed, "first_iteration_s": "", "peak_mib": ""}
+
+
 def gpu(args: Args) -> dict[str, dict[str, Timed]]:
-    """On a GPU; Atari's script takes it by itself."""
-    return {
-        f"{case}, GPU": {
+    """On a GPU, which Atari's script takes by itself, beside the games without a learner."""
+    cases = {
+        case: {
             label(command.split()[0], flags): partial(ours, f"{command} {flags}")
             for flags in variants
         }
         for case, (command, variants) in GPU.items()
     }
+    for number in (8, 64):
+        cases[f"ALE/Breakout-v5, {number}"]["the games alone"] = partial(games, number)
+    return cases
 
 
 def main(args: Args) -> None:

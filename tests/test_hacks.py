@@ -173,9 +173,9 @@ def test_dropout_is_off_in_evaluations(name: str, monkeypatch: pytest.MonkeyPatc
     modes, script = [], MODULES[name]
 
     class Agent(script.Agent):
-        def make_act(self) -> Callable:
+        def make_act(self, *args: Any) -> Callable:
             modes.append(self.training)
-            return super().make_act()
+            return super().make_act(*args)
 
     monkeypatch.setattr(script, "Agent", Agent)
     run = trained(name)

@@ -127,7 +127,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         # Add wrappers here (vector_entry_point has none). Each checkpoint and evaluation makes new
         # ones: keep lasting state in Agent, as a buffer. Reported returns sum the wrapped rewards.
         if videos:  # at most 3000 frames of each episode, as they are kept in memory
-            env = RecordVideo(env, str(videos), lambda i: i < args.eval_episodes, video_length=3000)
+            env = RecordVideo(env, videos, lambda i: i < args.eval_episodes, video_length=3000)
         if args.mask_velocity:
             visible = np.float32(VISIBLE[args.env_id])
             env = TransformObservation(env, lambda obs: obs * visible, None)
@@ -390,7 +390,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
         obs, _, _, _, infos = envs.step(actions)
         if "episode" in infos:
             states = torch.zeros_like(states)
-            returns.append(float(infos["episode"]["r"][0]))
+            returns.append(infos["episode"]["r"][0])
             if len(returns) == args.eval_episodes:
                 break
     envs.close()
