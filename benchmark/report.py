@@ -215,10 +215,10 @@ def sources() -> str:
 def gpu() -> str:
     """Speed on a GPU, whose name stands in the last column."""
     frame, lines = load("speed.csv"), []
-    medians = frame[frame.table == "gpu"].groupby(["case", "who", "machine"], sort=False)
-    for (case, who, machine), speed in medians.steps_per_s.median().items():
-        line = {"": case, "who": f"`{who}`".replace("`the games alone`", "the games alone")}
-        lines.append(line | {"steps/s": f"{speed:,.0f}", "GPU": machine.split(", ")[-1]})
+    medians = frame[frame.table == "gpu"].groupby(["case", "who", "commit", "machine"], sort=False)
+    for (case, who, commit, machine), speed in medians.steps_per_s.median().items():
+        line = {"": case, "who": who, "steps/s": f"{speed:,.0f}", "commit": commit}
+        lines.append(line | {"GPU": machine.split(", ")[-1]})
     return table(lines)
 
 

@@ -40,14 +40,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import ale_py  # noqa: F401 - registers the games
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
 from run import CANONICAL, ROOT, append, events_of, label, provenance
-
-sys.path.insert(0, str(ROOT))
-import ppo_atari
 
 # bfloat16 says nothing about a script on a processor without units for it.
 BF16 = ["--bf16", "--bf16 --compile"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else []
@@ -273,7 +271,8 @@ def slow(args: Args) -> dict[str, dict[str, Timed]]:
 
 def games(number: int) -> dict[str, float]:
     """ALE's vector environment alone, with random actions."""
-    envs = ppo_atari.make_envs(ppo_atari.Args(), number)
+    options = {"autoreset_mode": "SameStep", "repeat_action_probability": 0.0}
+    envs = gym.make_vec("ALE/Breakout-v5", number, "vector_entry_point", **options)
     envs.reset(seed=1)
     actions = np.random.default_rng(1).integers(4, size=(200, number))
     for t in range(50):
