@@ -194,7 +194,7 @@ def short_speeds() -> str:
             found = newest(case, who + flag)
             line[f"{prefix}steps/s"] = found["steps/s"]
             for peer in PEERS:
-                if found[f"of {peer}'s"]:
+                if found[f"of {peer}'s"] and (flag or peer != "LeanRL"):  # whose is compiled
                     median = float(found[f"of {peer}'s"].split()[0])
                     line[f"{prefix}of {peer}'s"] = f"{median:.1f}"
         lines.append(line)
