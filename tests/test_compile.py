@@ -12,6 +12,7 @@ from conftest import NEEDS_GPU, SCRIPTS
 from helpers import MODULES, SHORT, Batch, new_agent, scalars, trained
 
 import ppo
+import ppo_atari
 
 
 def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any, Batch, Any]:
@@ -73,6 +74,11 @@ def test_compiled_is_eager(name: str, device: str) -> None:
     update = torch.compile(script.update, mode="reduce-overhead")  # as `train` has it
     got = stepped(update, agent, batch, args, fused=False)
     assert_same_steps(got, expected, agent)
+    if script is ppo_atari:  # acting is compiled, too, and follows the weights
+        for gain in (100, -1):
+            agent.actor.weight.data *= gain
+            acts = [agent.make_act(x)(batch.obs.numpy(force=True), 0.0) for x in (False, True)]
+            np.testing.assert_array_equal(*acts)
 
 
 def test_every_gradient_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
