@@ -199,11 +199,12 @@ class Agent(nn.Module):
 
     def make_act(self, compiled: bool = False) -> Callable:
         """The policy, until its next update, as act(obs, noise) -> actions; noise 0: the mode."""
+        device = self.critic.weight.device
         forward = torch.compile(self.forward, mode="reduce-overhead", disable=not compiled)
 
         @torch.no_grad()
         def act(obs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
-            logits, _ = forward(torch.as_tensor(obs).to(self.critic.weight.device))
+            logits, _ = forward(torch.as_tensor(obs, device=device))
             return (logits.numpy(force=True) + noise).argmax(-1)
 
         return act
