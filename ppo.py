@@ -75,7 +75,7 @@ class Args:
     recompute_advantages: bool = False  # recompute values and advantages at each epoch
     norm_adv: bool = True  # normalize the advantages of each minibatch
     clip_coef: float = 0.2  # clip the probability ratio to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = True  # clip how far a value moves from its old estimate, by clip_coef
+    clip_vloss: bool = True  # clip the move of a value from its old estimate to +-clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
@@ -114,9 +114,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
 
     mode = "sync" if videos else args.vectorization
     try:
-        kwargs = json.loads(args.env_kwargs)
-        if videos:
-            kwargs["render_mode"] = "rgb_array"
+        kwargs = json.loads(args.env_kwargs) | ({"render_mode": "rgb_array"} if videos else {})
         if mode != "vector_entry_point":
             kwargs |= {"vector_kwargs": {"autoreset_mode": "SameStep"}, "wrappers": [wrap]}
         envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
@@ -212,7 +210,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # Policy loss (detail 8)
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: compiled, a number is frozen
+    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: --compile freezes a number
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -328,7 +326,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     envs = make_envs(args, args.num_envs)  # for their spaces; the loop makes them anew
     agent = Agent(envs).to(device)
     envs.close()
-    learning_rate = tensor(args.learning_rate)  # no float: it would recompile
+    learning_rate = tensor(args.learning_rate)  # a float would recompile
     optimizer = optim.Adam(agent.parameters(), learning_rate, eps=1e-5, fused=not args.compile)
     torch._dynamo.config.trace_autograd_ops = args.compile  # autograd.grad within one graph
     torch._logging.set_logs(dynamo=40)  # errors only: else it warns of the optimizer's profiling
@@ -347,7 +345,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         raise UsageError(f"nothing to train: raise total_timesteps to {first_step + batch_size}")
     # The time limit of an episode, 1 if there is none
     limit = max(1, envs.spec.kwargs.get("max_episode_steps", envs.spec.max_episode_steps) or 1)
-    if args.checkpoint_interval * args.num_steps < limit:
+    if args.checkpoint_interval * args.num_steps < 2 * limit:
         print(f"resets at checkpoints cut episodes of {limit} steps: raise --checkpoint-interval")
 
     if args.track:
@@ -378,7 +376,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 seed_everything(env_seed)
                 envs = make_envs(args, args.num_envs)
                 next_obs, _ = envs.reset(seed=env_seed)
-            if args.anneal_lr:  # detail 4; a group with a rate of its own keeps it
+            if args.anneal_lr:  # detail 4; groups after the first keep their rates
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
@@ -398,8 +396,8 @@ def train(args: Args, report: Callable | None = None) -> float:
                     log(writer, charts, global_step)
             dones = terminations | truncations
             b_obs, b_actions = (tensor(x).flatten(0, 1) for x in (obs, actions))
-            is_cut = truncations.copy()  # and the last row: next values from real_next_obs
-            is_cut[-1] = True
+            is_cut = truncations.copy()  # where real_next_obs gives the next values
+            is_cut[-1] = True  # the last row, too
             with torch.no_grad():
                 b_logprobs, _, rollout_values = agent.evaluate_actions(b_obs, b_actions)
 
@@ -422,10 +420,12 @@ def train(args: Args, report: Callable | None = None) -> float:
                     b_advantages = tensor(advantages).flatten()
                     b_returns = b_advantages + b_values  # the critic's targets
                     batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values
+                if epoch == 0:  # before the fit
+                    debug = {"values": b_values, "returns": b_returns, "advantages": b_advantages}
+                    explained_variance = 1 - b_advantages.var() / b_returns.var()
 
-                # Update
-                b_indices = tensor(rng.permutation(batch_size))  # detail 6
-                for indices in b_indices.chunk(args.num_minibatches):
+                # Update (detail 6)
+                for indices in tensor(rng.permutation(batch_size)).chunk(args.num_minibatches):
                     for name, x in gradient_step(agent, optimizer, batch, indices, args).items():
                         metrics[name].append(x.clone())  # CUDA graphs reuse x
                 kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
@@ -436,10 +436,8 @@ def train(args: Args, report: Callable | None = None) -> float:
             scalars = {name: torch.stack(x).mean().item() for name, x in metrics.items()}
             if bad := [name for name, x in scalars.items() if not np.isfinite(x)]:
                 raise UsageError(f"infinite or nan at step {global_step}: {bad}")
-            debug = {"values": rollout_values, "returns": b_returns, "advantages": b_advantages}
             scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
-            unexplained = (b_returns - rollout_values).var() / b_returns.var()  # not fitted yet
-            scalars["losses/explained_variance"] = 1 - unexplained.item()
+            scalars["losses/explained_variance"] = explained_variance.item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
             scalars["charts/SPS"] = (global_step - first_step) / (time.time() - start_time)
             log(writer, scalars, global_step)

@@ -77,7 +77,7 @@ class Args:
     recompute_advantages: bool = False  # recompute values and advantages at each epoch
     norm_adv: bool = True  # normalize the advantages of each minibatch
     clip_coef: float = 0.1  # clip the probability ratio to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = True  # clip how far a value moves from its old estimate, by clip_coef
+    clip_vloss: bool = True  # clip the move of a value from its old estimate to +-clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
@@ -109,22 +109,23 @@ class Games(VectorWrapper):
     def __init__(self, env: VectorEnv) -> None:
         super().__init__(env)
         self.has_fire = env.unwrapped.ale.get_action_set()[1] == ale_py.Action.FIRE
-        self.single_observation_space = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+        shape = np.roll(env.single_observation_space.shape, -1)
+        self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
         obs, infos = self.env.reset(**kwargs)
-        self.lives, self.lost = infos["lives"], np.zeros(self.num_envs, bool)
+        self.lives, self.lost = infos["lives"], False
         self.obs = np.stack(obs.swapaxes(0, 1), -1)
         return self.obs, infos
 
     def step(self, actions: np.ndarray) -> tuple:
-        actions = np.where(self.lost & self.has_fire, 1, actions)  # stored is the agent's own
+        actions = np.where(self.lost & self.has_fire, 1, actions)  # the agent's own is stored
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
         over = terminations | truncations
         self.lost = (infos["lives"] < self.lives) & ~over  # after a game, lives are the next's
         self.lives, infos["life_lost"] = infos["lives"], self.lost
         self.obs = np.stack(obs.swapaxes(0, 1), -1)
-        if over.any():
+        if "final_obs" in infos:
             infos["final_obs"] = infos["final_obs"].transpose(0, 2, 3, 1)
         return self.obs, rewards, terminations, truncations, infos
 
@@ -140,11 +141,9 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), scales, greys and stacks
     # the screens (details 18, 20), and presses fire and no-ops after a reset (details 17, 14).
     kwargs = {"repeat_action_probability": args.repeat_action_probability}
+    fixed = {"autoreset_mode": "SameStep", "reward_clipping": False}  # the loop takes their signs
     try:
-        kwargs |= json.loads(args.env_kwargs) | {
-            "autoreset_mode": "SameStep",
-            "reward_clipping": False,  # train takes their signs (detail 19)
-        }
+        kwargs |= json.loads(args.env_kwargs) | fixed
         envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
     except (gym.error.Error, ModuleNotFoundError, json.JSONDecodeError) as error:
         raise UsageError(f"cannot make {args.env_id} with {args.env_kwargs}: {error}") from error
@@ -234,7 +233,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # Policy loss (detail 8)
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: compiled, a number is frozen
+    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: --compile freezes a number
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -351,7 +350,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     envs = make_envs(args, args.num_envs)  # for their spaces; the loop makes them anew
     agent = Agent(envs, args.bf16).to(device)
     envs.close()
-    learning_rate = tensor(args.learning_rate)  # no float: it would recompile
+    learning_rate = tensor(args.learning_rate)  # a float would recompile
     optimizer = optim.Adam(agent.parameters(), learning_rate, eps=1e-5, fused=not args.compile)
     torch._dynamo.config.trace_autograd_ops = args.compile  # autograd.grad within one graph
     torch._logging.set_logs(dynamo=40)  # errors only: else it warns of the optimizer's profiling
@@ -396,7 +395,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 seed_everything(env_seed)
                 envs = make_envs(args, args.num_envs)
                 next_obs, _ = envs.reset(seed=env_seed)
-            if args.anneal_lr:  # detail 4; a group with a rate of its own keeps it
+            if args.anneal_lr:  # detail 4; groups after the first keep their rates
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
@@ -415,10 +414,11 @@ def train(args: Args, report: Callable | None = None) -> float:
                     last_returns = [*last_returns[-99:], total]
                     charts = {"charts/episodic_return": total, "charts/episodic_length": length}
                     log(writer, charts, global_step)
+            rewards = np.sign(rewards)  # detail 19
             dones = terminations | truncations
             b_obs, b_actions = (tensor(x).flatten(0, 1) for x in (obs, actions))
-            is_cut = truncations.copy()  # and the last row: next values from real_next_obs
-            is_cut[-1] = True
+            is_cut = truncations.copy()  # where real_next_obs gives the next values
+            is_cut[-1] = True  # the last row, too
             with torch.no_grad():
                 b_logprobs, _, rollout_values = agent.evaluate_actions(b_obs, b_actions)
 
@@ -433,7 +433,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                     values = b_values.view(shape).numpy(force=True)
                     next_values = np.roll(values, -1, 0)  # row t + 1; the last row's come below
                     next_values[is_cut] = end_values.numpy(force=True)
-                    deltas = np.sign(rewards) + args.gamma * next_values * ~terminations - values
+                    deltas = rewards + args.gamma * next_values * ~terminations - values
                     discounts = args.gamma * args.gae_lambda * ~dones
                     advantages, advantage = np.zeros_like(deltas), 0.0
                     for t in reversed(range(args.num_steps)):
@@ -441,10 +441,12 @@ def train(args: Args, report: Callable | None = None) -> float:
                     b_advantages = tensor(advantages).flatten()
                     b_returns = b_advantages + b_values  # the critic's targets
                     batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values
+                if epoch == 0:  # before the fit
+                    debug = {"values": b_values, "returns": b_returns, "advantages": b_advantages}
+                    explained_variance = 1 - b_advantages.var() / b_returns.var()
 
-                # Update
-                b_indices = tensor(rng.permutation(batch_size))  # detail 6
-                for indices in b_indices.chunk(args.num_minibatches):
+                # Update (detail 6)
+                for indices in tensor(rng.permutation(batch_size)).chunk(args.num_minibatches):
                     for name, x in gradient_step(agent, optimizer, batch, indices, args).items():
                         metrics[name].append(x.clone())  # CUDA graphs reuse x
                 kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
@@ -455,10 +457,8 @@ def train(args: Args, report: Callable | None = None) -> float:
             scalars = {name: torch.stack(x).mean().item() for name, x in metrics.items()}
             if bad := [name for name, x in scalars.items() if not np.isfinite(x)]:
                 raise UsageError(f"infinite or nan at step {global_step}: {bad}")
-            debug = {"values": rollout_values, "returns": b_returns, "advantages": b_advantages}
             scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
-            unexplained = (b_returns - rollout_values).var() / b_returns.var()  # not fitted yet
-            scalars["losses/explained_variance"] = 1 - unexplained.item()
+            scalars["losses/explained_variance"] = explained_variance.item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
             scalars["charts/SPS"] = (global_step - first_step) / (time.time() - start_time)
             log(writer, scalars, global_step)
