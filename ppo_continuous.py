@@ -82,6 +82,7 @@ class Args:
     clip_vloss: bool = False  # clip the move of a value from its old estimate to +-clip_coef
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
+    bound_coef: float = 0.1  # weight of the cost of actions beyond the bounds
     max_grad_norm: float = 5.0  # clip the gradient to this norm
     target_kl: float | None = 0.02  # end the epochs at a mean KL above this, at once at 5 times it
 
@@ -155,10 +156,7 @@ def in_numpy(layer: nn.Module) -> Callable:
         return lambda x: x @ weight + bias
     if kind is nn.Tanh:
         return np.tanh
-    if kind is RunningMeanStd:
-        mean, std = (x.numpy(force=True) for x in (layer.mean, layer.std))
-        return lambda x: ((x - mean) / std).clip(-10, 10)
-    device = next(layer.parameters(), torch.zeros(0)).device
+    device = next((x.device for x in layer.state_dict().values()), "cpu")
     return lambda x: layer(torch.as_tensor(x, device=device)).numpy(force=True)  # others: PyTorch
 
 
@@ -454,6 +452,8 @@ def train(args: Args, report: Callable | None = None) -> float:
                 running_sum *= ~dones[t]
             agent.return_rms.update(tensor(running_sums).flatten())
             rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
+            # Beyond the bounds all actions do the same: only this cost leads a policy back
+            rewards -= args.bound_coef * np.square(actions - actions.clip(-1, 1)).sum(-1)
 
             metrics = defaultdict(list)
             for epoch in range(args.update_epochs):

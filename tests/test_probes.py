@@ -102,6 +102,17 @@ def test_actions_are_bounded_for_the_environment_only() -> None:
     assert actions(agent, 1.0) == pytest.approx([0.5, 1 / 3], abs=0.1)  # 8 and -0.1
 
 
+def test_cost_beyond_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every step is worth 10, as rewards are scaled, actions beyond the bounds are less."""
+    monkeypatch.setattr(ppo_continuous.Agent, "get_value", lambda self, obs: 0 * obs[:, 0])
+    with kept_batches(ppo_continuous) as batches:
+        flags = probe("ppo_continuous", "Probe") | {"total_timesteps": 2048, "bound_coef": 0.5}
+        ppo_continuous.train(ppo_continuous.Args(**flags, eval_episodes=0))
+    cost = 0.5 * (batches[0].actions.abs() - 1).clamp(min=0).square().sum(-1)
+    assert 0 in cost and cost.max() > 0.1
+    torch.testing.assert_close(batches[0].advantages, 10 - cost, rtol=0, atol=1e-5)
+
+
 def test_bonus_for_entropy() -> None:
     """With a bonus of 1, rewards of -1 and 1 are best played by their softmax; evaluated, by 1."""
     flags = SETTINGS | {"norm_adv": False, "ent_coef": 1.0, "eval_episodes": 20}
