@@ -69,7 +69,6 @@ def test_deviation_has_a_floor() -> None:
     """A best action that is the same everywhere draws the deviation down, to log_std_min."""
     agent, _ = learned("ppo_continuous", "Acted", SETTINGS | {"log_std_min": -0.8})
     assert agent.log_std.item() == np.float32(-0.8)
-    assert np.exp(-0.8) == pytest.approx(scalars("charts/policy_std")[-1][1])
 
 
 @BOTH

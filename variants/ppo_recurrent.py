@@ -164,7 +164,7 @@ def in_numpy(layer: nn.Module) -> Callable:
         return lambda x: x @ weight + bias
     if kind is nn.Tanh:
         return np.tanh
-    device = next((x.device for x in layer.state_dict().values()), "cpu")
+    device = next(layer.parameters(), torch.zeros(0)).device
     return lambda x: layer(torch.as_tensor(x, device=device)).numpy(force=True)  # others: PyTorch
 
 
