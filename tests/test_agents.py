@@ -224,8 +224,7 @@ def test_scaled_rewards_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
     # Where all values are 0, advantages are what rewards are scaled to.
     monkeypatch.setattr(ppo_continuous.Agent, "get_value", lambda self, obs: 0 * obs[:, 0])
     with kept_batches(ppo_continuous) as batches:
-        flags = probe("ppo_continuous", "Probe") | {"total_timesteps": 512, "bound_coef": 0}
-        trained("ppo_continuous", **flags)
+        trained("ppo_continuous", **probe("ppo_continuous", "Probe"), total_timesteps=512)
     assert {*batches[0].advantages.tolist()} == {10.0}
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from helpers import latest_run, load, scalars
+from helpers import kept_batches, latest_run, load, probe, scalars
 from probe_envs import Bounded, Signs
 from torch.distributions import Categorical, Normal, TanhTransform
 
 NAMES = sorted(x.stem for x in (ROOT / "recipes").glob("*.diff") if "torchrun" not in x.stem)
-CONTINUOUS = {"tanh_normal"}
+CONTINUOUS = {"tanh_normal", "bound_cost"}
 # A short training that solves a probe.
 PROBE = {"num_steps": 32, "learning_rate": 3e-3, "clip_vloss": False, "total_timesteps": 12800}
 BOUNDED = {"env_id": "probe_envs:Bounded-v0", "stagger": False}
@@ -114,6 +114,17 @@ def test_smooth_l1(clip: bool) -> None:
     # Errors 0.5 and -2; where the value moves only from 0 to 0.2, errors -0.3 and -2.8.
     expected = (0.5 * 0.5**2 + 2.8 - 0.5) / 2 if clip else (0.5 * 0.5**2 + 2 - 0.5) / 2
     assert metrics["losses/value_loss"].item() == pytest.approx(expected)
+
+
+def test_bound_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every step is worth 10, as rewards are scaled, actions beyond the bounds are less."""
+    module = recipe("bound_cost")
+    monkeypatch.setattr(module.Agent, "get_value", lambda self, obs: 0 * obs[:, 0])
+    with kept_batches(module) as batches:
+        train(module, **probe("ppo_continuous", "Probe"), total_timesteps=2048, bound_coef=0.5)
+    cost = 0.5 * (batches[0].actions.abs() - 1).clamp(min=0).square().sum(-1)
+    assert 0 in cost and cost.max() > 0.1
+    torch.testing.assert_close(batches[0].advantages, 10 - cost, rtol=0, atol=1e-5)
 
 
 def test_cosine_lr() -> None:

@@ -195,7 +195,6 @@ def test_stagger(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     flags = flags | probe("ppo_continuous", "Overwriting", max_episode_steps=6)
     flags |= {"total_timesteps": 1536, "num_envs": 32, "num_steps": 24, "gamma": 1, "gae_lambda": 0}
     flags |= {"seed": 2, "checkpoint_interval": 1, "update_epochs": 1, "eval_episodes": 0}
-    flags |= {"bound_coef": 0}
     with kept_batches(ppo_continuous) as batches:
         score = ppo_continuous.train(ppo_continuous.Args(**flags))
     expected = []

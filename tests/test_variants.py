@@ -147,8 +147,7 @@ def test_rollouts(script: ModuleType, recompute: bool, monkeypatch: pytest.Monke
         is_last = truncated | (torch.arange(16) == 15)
         next_values = torch.where(is_last, last_values, values.roll(-1, 1)) * ~terminated
         if hasattr(agent, "return_rms"):
-            cost = 0.1 * (actions.abs() - 1).clamp(min=0).square().sum(-1)
-            rewards = (rewards / agent.return_rms.std).clamp(-10, 10) - cost
+            rewards = (rewards / agent.return_rms.std).clamp(-10, 10)
         deltas = rewards + 0.9 * next_values - values
         # A step's advantage is a sum to its episode's end.
         dones, steps = (terminated | truncated).int(), torch.arange(16)

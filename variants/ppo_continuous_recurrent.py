@@ -85,7 +85,6 @@ class Args:
     clip_vloss: bool = False  # clip the move of a value from its old estimate to +-clip_coef
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    bound_coef: float = 0.1  # weight of the cost of actions beyond the bounds
     max_grad_norm: float = 5.0  # clip the gradient to this norm
     target_kl: float | None = 0.02  # end the epochs at a mean KL above this, at once at 5 times it
 
@@ -150,7 +149,8 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         raise UsageError(f"{args.env_id} has actions {space}, not a vector within bounds")
     # The policy's -1 to 1 are the bounds; what is beyond is clipped here only (detail 27)
     half = space.high / 2 - space.low / 2
-    envs = TransformAction(envs, lambda x: (space.low + half * (1 + x)).clip(space.low, space.high))
+    center = space.low + half
+    envs = TransformAction(envs, lambda x: (center + half * x).clip(space.low, space.high))
     return RecordEpisodeStatistics(envs)
 
 
@@ -475,9 +475,10 @@ def train(args: Args, report: Callable | None = None) -> float:
                 next_obs, _ = envs.reset(seed=env_seed)
                 next_states = torch.zeros_like(states[0])  # detail 33
                 running_sum = 0.0
-                head_starts = rng.integers(limit, size=args.num_envs) * args.stagger
-                if any(head_starts):  # begin with so many steps of the time limit used up
-                    envs.unwrapped.set_attr("_elapsed_steps", list(head_starts))
+                elapsed_steps = rng.integers(limit, size=args.num_envs) * args.stagger
+                is_staggered = elapsed_steps > 0  # whether the episode is one that `stagger` cuts
+                if any(is_staggered):  # begin with a random part of the time limit used up
+                    envs.unwrapped.set_attr("_elapsed_steps", list(elapsed_steps))
             if args.anneal_lr:  # detail 4; groups after the first keep their rates
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
@@ -495,10 +496,10 @@ def train(args: Args, report: Callable | None = None) -> float:
                     next_states[i] = 0  # detail 34
                     total, length = (float(infos["episode"][x][i]) for x in "rl")  # return, length
                     charts = {"charts/episodic_return": total, "charts/episodic_length": length}
-                    if not head_starts[i]:  # not cut by `stagger`
+                    if not is_staggered[i]:
                         last_returns = [*last_returns[-99:], total]
                         log(writer, charts, global_step)
-                    head_starts[i] = 0
+                    is_staggered[i] = False
             dones = terminations | truncations
             # Environment by environment; a piece begins where an episode or a sequence does
             b_obs, b_actions = (tensor(x).transpose(0, 1).flatten(0, 1) for x in (obs, actions))
@@ -518,8 +519,6 @@ def train(args: Args, report: Callable | None = None) -> float:
                 running_sum *= ~dones[t]
             agent.return_rms.update(tensor(running_sums).flatten())
             rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
-            # Beyond -1 to 1, the bounds, all actions do the same: this cost leads a policy back
-            rewards -= args.bound_coef * np.square(actions - actions.clip(-1, 1)).sum(-1)
 
             metrics = defaultdict(list)
             for epoch in range(args.update_epochs):
@@ -555,10 +554,9 @@ def train(args: Args, report: Callable | None = None) -> float:
                     for name, x in gradient_step(agent, optimizer, batch, indices, args).items():
                         metrics[name].append(x.clone())  # CUDA graphs reuse x
                     kls = metrics["losses/approx_kl"][-args.num_minibatches :]
-                    is_too_far = kls[-1] > 5 * target_kl
-                    if is_too_far:
-                        break
-                if is_too_far or torch.stack(kls).mean() > target_kl:
+                    if kls[-1] > 5 * target_kl:
+                        break  # see target_kl
+                if torch.stack(kls).mean() > target_kl or kls[-1] > 5 * target_kl:
                     break
             agent.log_std.data.clamp_(args.log_std_min)
             agent.obs_rms.update(b_obs)  # only now: a rollout and its updates normalize alike
@@ -570,6 +568,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
             scalars["losses/explained_variance"] = explained_variance.item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
+            scalars["charts/policy_std"] = agent.log_std.exp().mean().item()
             scalars["charts/SPS"] = (global_step - first_step) / (time.time() - start_time)
             log(writer, scalars, global_step)
             mean_return = float(np.mean(last_returns or np.nan))
