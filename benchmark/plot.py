@@ -73,7 +73,8 @@ def draw_curves() -> None:
 
 
 def draw_intervals() -> None:
-    """Median, interquartile mean and mean of what the defaults' greedy policies reach.
+    """Median, interquartile mean and mean of what greedy policies reach: the defaults', and those
+    of recipes/bound_cost.diff.
 
     0 is the mean return of the first episodes in training, 1 is Tianshou's figure.
     """
@@ -85,6 +86,9 @@ def draw_intervals() -> None:
             high, rows = PUBLISHED["Tianshou"][run.env_id][0], rows_of(run, seeds)
             for name, reached in {"at the end": rows.greedy, "best evaluation": best(rows)}.items():
                 columns[name].append((reached.to_numpy() - low) / (high - low))
+            recipe = run._replace(script="recipes/bound_cost.diff")
+            rows = rows_of(recipe, runs_of("experiments")[recipe])
+            columns["bound_cost.diff"].append((rows.greedy.to_numpy() - low) / (high - low))
     scores = {name: np.array(column).T for name, column in columns.items()}  # seeds, tasks
     kinds = {"Median": metrics.aggregate_median, "IQM": metrics.aggregate_iqm}
     kinds |= {"Mean": metrics.aggregate_mean}
@@ -100,8 +104,8 @@ def draw_intervals() -> None:
         intervals,
         metric_names=list(kinds),
         algorithms=list(scores),
-        colors=dict(zip(scores, ("tab:blue", "tab:green"), strict=True)),
-        xlabel="greedy return of the defaults, in units of Tianshou's",
+        colors=dict(zip(scores, ("tab:blue", "tab:green", "tab:gray"), strict=True)),
+        xlabel="greedy return, in units of Tianshou's",
         xlabel_y_coordinate=-0.75,
     )
     figure.savefig(RESULTS / "intervals.png", dpi=80, bbox_inches="tight")
