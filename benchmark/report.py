@@ -123,10 +123,9 @@ def results(name: str, *columns: str) -> str:
 
 def ablation(name: str) -> str:
     """What each change of a default does, training (greedy), on the same seeds and version."""
-    evaluated, lines, runs = LISTS["settings"]["evaluated"], {}, runs_of(name).items()
-    whole = all(len(of_version(*run, "runs.csv")) == len(run[1]) for run in runs)
-    for run, seeds in runs:
-        rows = of_version(run, seeds, "runs.csv" if whole else "runs-1.0.csv")
+    evaluated, lines = LISTS["settings"]["evaluated"], {}
+    for run, seeds in runs_of(name).items():
+        rows = of_version(run, seeds, "runs.csv")
         change = label("", run.flags.removeprefix(evaluated))
         line = lines.setdefault(
             change, {"defaults but for": f"`{change}`" if change else "nothing"}
