@@ -248,7 +248,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # Policy loss (detail 8)
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: --compile freezes a number
+    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: clamp, compiled, freezes a number
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -420,11 +420,12 @@ def train(args: Args, report: Callable | None = None) -> float:
                 is_staggered = elapsed_steps > 0  # whether the episode is one that `stagger` cuts
                 if any(is_staggered):  # begin with a random part of the time limit used up
                     envs.unwrapped.set_attr("_elapsed_steps", list(elapsed_steps))
-            if args.anneal_lr:  # detail 4; groups after the first keep their rates
+            if args.anneal_lr:  # detail 4; groups with a rate of their own keep it
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
             # Rollout. Weights don't change in it: noise comes before, log-probs and values after.
+            # evaluate_actions must score what act does: the KL wouldn't show a difference.
             act, noise = agent.make_act(), agent.sample_noise(rng, *shape)
             for t in range(args.num_steps):
                 obs[t] = next_obs
@@ -440,7 +441,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                         last_returns = [*last_returns[-99:], total]
                         log(writer, charts, global_step)
                     is_staggered[i] = False
-            dones = terminations | truncations
+            dones = terminations | truncations  # of step t; CleanRL's dones[t] are of step t - 1
             b_obs, b_actions = (tensor(x).flatten(0, 1) for x in (obs, actions))
             is_cut = truncations.copy()  # where real_next_obs gives the next values
             is_cut[-1] = True  # the last row, too

@@ -265,7 +265,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # Policy loss (detail 8)
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: --compile freezes a number
+    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: clamp, compiled, freezes a number
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -437,11 +437,12 @@ def train(args: Args, report: Callable | None = None) -> float:
                 envs = make_envs(args, args.num_envs)
                 next_obs, _ = envs.reset(seed=env_seed)
                 next_states = torch.zeros_like(states[0])  # detail 33
-            if args.anneal_lr:  # detail 4; groups after the first keep their rates
+            if args.anneal_lr:  # detail 4; groups with a rate of their own keep it
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
             # Rollout. Weights don't change in it: noise comes before, log-probs and values after.
+            # evaluate_actions must score what act does: the KL wouldn't show a difference.
             act, noise = agent.make_act(), agent.sample_noise(rng, *shape)
             for t in range(args.num_steps):
                 obs[t], states[t] = next_obs, next_states
@@ -456,7 +457,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                     last_returns = [*last_returns[-99:], total]
                     charts = {"charts/episodic_return": total, "charts/episodic_length": length}
                     log(writer, charts, global_step)
-            dones = terminations | truncations
+            dones = terminations | truncations  # of step t; CleanRL's dones[t] are of step t - 1
             # Environment by environment; a piece begins where an episode or a sequence does
             b_obs, b_actions = (tensor(x).transpose(0, 1).flatten(0, 1) for x in (obs, actions))
             is_first = np.roll(dones, 1, 0)
