@@ -149,6 +149,18 @@ def versions() -> str:
     return table(lines)
 
 
+def partial() -> str:
+    """Version 2's Atari runs, as far as they went, beside 1.0's: returns of each 200,000 steps."""
+    old, lines = load("curves-1.0.csv"), []
+    for env_id, rows in load("curves-partial.csv").groupby("env_id"):
+        same = old[(old.env_id == env_id) & old.step.isin(rows.step)]
+        for version, curve in {"2": rows, "1.0": same}.items():
+            steps, returns = curve.step.map("{:,}".format), curve["return"].map("{:.1f}".format)
+            line = {"environment": env_id, "version": version}
+            lines.append(line | dict(zip(steps, returns, strict=True)))
+    return table(lines)
+
+
 def ratio(rows: pd.DataFrame, peer: pd.DataFrame) -> str:
     """How many times as fast as a peer: median of the rounds' ratios, and their range."""
     found = (rows.set_index("round").steps_per_s / peer.set_index("round").steps_per_s).dropna()
@@ -235,6 +247,7 @@ TABLES = {
     "experiments": lambda: results("experiments", *FIGURES, "minutes", "commit"),
     "memory": lambda: results("memory", *FIGURES, "minutes", "commit"),
     "versions": versions,
+    "partial": partial,
     "speed": speeds,
     "speed-short": short_speeds,
     "sources": sources,
