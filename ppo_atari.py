@@ -347,7 +347,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     tensor = partial(torch.tensor, device=device)
     seed_everything(args.seed)
-    envs = make_envs(args, args.num_envs)  # for their spaces; the loop makes them anew
+    envs = make_envs(args, 1)  # for its spaces; the loop makes all
     agent = Agent(envs, args.bf16).to(device)
     envs.close()
     learning_rate = tensor(args.learning_rate)  # a float would recompile
@@ -378,7 +378,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     # A rollout, on the CPU; real_next_obs has the last observation of an episode that ends
     shape = args.num_steps, args.num_envs
     obs, real_next_obs = np.zeros((2, *shape, *envs.single_observation_space.shape), np.uint8)
-    actions = np.zeros((args.num_steps, *envs.action_space.shape), envs.action_space.dtype)
+    actions = np.zeros((*shape, *envs.single_action_space.shape), envs.action_space.dtype)
     rewards = np.zeros(shape, np.float32)
     terminations, truncations = np.zeros((2, *shape), bool)
 
