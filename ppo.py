@@ -129,7 +129,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     return RecordEpisodeStatistics(envs)
 
 
-def layer_init(layer: nn.Linear, std: float = 2**0.5) -> nn.Linear:
+def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
     """Give the layer orthogonal weights of gain `std` and zero biases (detail 2); return it."""
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
@@ -376,7 +376,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 seed_everything(env_seed)
                 envs = make_envs(args, args.num_envs)
                 next_obs, _ = envs.reset(seed=env_seed)
-            if args.anneal_lr:  # detail 4; groups with a rate of their own keep it
+            if args.anneal_lr:  # detail 4; later groups with rates of their own keep them
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 

@@ -121,9 +121,8 @@ class Games(VectorWrapper):
     def step(self, actions: np.ndarray) -> tuple:
         actions = np.where(self.lost & self.has_fire, 1, actions)  # the agent's own is stored
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        over = terminations | truncations
-        self.lost = (infos["lives"] < self.lives) & ~over  # after a game, lives are the next's
-        self.lives, infos["life_lost"] = infos["lives"], self.lost
+        self.lost = (infos["lives"] < self.lives) & ~(terminations | truncations)
+        self.lives, infos["life_lost"] = infos["lives"], self.lost  # after a game, the next's lives
         self.obs = np.stack(obs.swapaxes(0, 1), -1)
         if "final_obs" in infos:
             infos["final_obs"] = infos["final_obs"].transpose(0, 2, 3, 1)
@@ -139,22 +138,23 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     Where one ends, step returns the next one's first obs; `infos["final_obs"]` has its last.
     """
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), scales, greys and stacks
-    # the screens (details 18, 20), and presses fire and no-ops after a reset (details 17, 14).
-    kwargs = {"repeat_action_probability": args.repeat_action_probability}
-    fixed = {"autoreset_mode": "SameStep", "reward_clipping": False}  # the loop takes their signs
+    # the screens (details 18, 20), and presses fire and no-ops after a reset (details 17, 14). Lost
+    # lives and the signs of rewards are seen to in the loop: these keywords can't be given twice.
+    fixed = {"repeat_action_probability": args.repeat_action_probability, "reward_clipping": False}
+    fixed |= {"autoreset_mode": "SameStep", "episodic_life": False, "life_loss_info": False}
     try:
-        kwargs |= json.loads(args.env_kwargs) | fixed
-        envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
-    except (gym.error.Error, ModuleNotFoundError, json.JSONDecodeError) as error:
+        kwargs = json.loads(args.env_kwargs)
+        envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **fixed, **kwargs)
+    except (gym.error.Error, ModuleNotFoundError, ValueError, TypeError) as error:
         raise UsageError(f"cannot make {args.env_id} with {args.env_kwargs}: {error}") from error
     envs = Games(RecordEpisodeStatistics(envs))
     if videos:  # at most 10,000 steps of each game, as they are kept in memory
-        options = {"episode_trigger": lambda i: i < args.eval_episodes, "video_length": 10_000}
-        envs = RecordVideo(envs, videos, **options, fps=15)  # 60 / frameskip
+        first = {"episode_trigger": lambda i: i < args.eval_episodes}
+        envs = RecordVideo(envs, videos, **first, video_length=10_000, fps=15)  # 60 / frameskip
     return envs
 
 
-def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5) -> nn.Linear | nn.Conv2d:
+def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
     """Give the layer orthogonal weights of gain `std` and zero biases (detail 2); return it."""
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
@@ -395,7 +395,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 seed_everything(env_seed)
                 envs = make_envs(args, args.num_envs)
                 next_obs, _ = envs.reset(seed=env_seed)
-            if args.anneal_lr:  # detail 4; groups with a rate of their own keep it
+            if args.anneal_lr:  # detail 4; later groups with rates of their own keep them
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 

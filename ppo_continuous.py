@@ -137,7 +137,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     return RecordEpisodeStatistics(envs)
 
 
-def layer_init(layer: nn.Linear, std: float = 2**0.5) -> nn.Linear:
+def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
     """Give the layer orthogonal weights of gain `std` and zero biases (detail 2); return it."""
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
@@ -420,7 +420,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 is_staggered = elapsed_steps > 0  # whether the episode is one that `stagger` cuts
                 if any(is_staggered):  # begin with a random part of the time limit used up
                     envs.unwrapped.set_attr("_elapsed_steps", list(elapsed_steps))
-            if args.anneal_lr:  # detail 4; groups with a rate of their own keep it
+            if args.anneal_lr:  # detail 4; later groups with rates of their own keep them
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 

@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 from report import PAGES, renewed
 
 # What differs by intent; test_size.py holds by how much.
-DIFFERENT = {"Args", "make_envs", "layer_init", "in_numpy", "Agent", "evaluate", "train"}
-EVERYWHERE = {"UsageError", "check", "update", "seed_everything", "set_up_torch"}
+DIFFERENT = {"Args", "make_envs", "in_numpy", "Agent", "evaluate", "train"}
+EVERYWHERE = {"UsageError", "check", "layer_init", "update", "seed_everything", "set_up_torch"}
 EVERYWHERE |= {"load_checkpoint", "log", "STOP", "stop", "main"}
 
 

@@ -283,6 +283,8 @@ ERRORS = [
     ("ppo_continuous", "--evaluate nothing", "nothing"),
     ("ppo_atari", "--env-id ALE/Pongg-v5", "`Pong`"),
     ("ppo_atari", "--env-id BreakoutNoFrameskip-v4", "vector entry point"),
+    ("ppo_atari", "--env-kwargs '{\"no_such\": 1}'", "unexpected keyword argument 'no_such'"),
+    ("ppo_atari", "--env-kwargs '{\"episodic_life\": true}'", "multiple values for keyword"),
 ]
 COUNTS = "num_envs num_steps num_minibatches update_epochs checkpoint_interval"
 RATES = "learning_rate clip_coef ent_coef vf_coef max_grad_norm gamma"
