@@ -138,8 +138,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     Where one ends, step returns the next one's first obs; `infos["final_obs"]` has its last.
     """
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), scales, greys and stacks
-    # the screens (details 18, 20), and presses fire and no-ops after a reset (details 17, 14). Lost
-    # lives and the signs of rewards are seen to in the loop: these keywords can't be given twice.
+    # the screens (18, 20), and presses fire and no-ops (17, 14). Lives and signs are the loop's.
     fixed = {"repeat_action_probability": args.repeat_action_probability, "reward_clipping": False}
     fixed |= {"autoreset_mode": "SameStep", "episodic_life": False, "life_loss_info": False}
     try:
@@ -267,14 +266,15 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators that networks are initialized with and environments may draw from."""
+    """Seed the global generators: networks draw from them, some environments too (async: alike)."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def set_up_torch(args: Args) -> torch.device:
-    """Set the number of threads, and return the device. Raises `UsageError`."""
+    """Seed, set the number of threads, and return the device. Raises `UsageError`."""
+    seed_everything(args.seed)
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     name = args.device
     try:
@@ -346,7 +346,6 @@ def train(args: Args, report: Callable | None = None) -> float:
     device, batch_size = set_up_torch(args), args.num_envs * args.num_steps
     torch.backends.cudnn.deterministic = args.torch_deterministic
     tensor = partial(torch.tensor, device=device)
-    seed_everything(args.seed)
     envs = make_envs(args, 1)  # for its spaces; the loop makes all
     agent = Agent(envs, args.bf16).to(device)
     envs.close()
@@ -395,7 +394,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 seed_everything(env_seed)
                 envs = make_envs(args, args.num_envs)
                 next_obs, _ = envs.reset(seed=env_seed)
-            if args.anneal_lr:  # detail 4; later groups with rates of their own keep them
+            if args.anneal_lr:  # detail 4; for all groups without a rate of their own
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
@@ -423,6 +422,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             with torch.no_grad():
                 b_logprobs, _, rollout_values = agent.evaluate_actions(b_obs, b_actions)
 
+            optimizer.zero_grad()  # Adam would repeat the last gradient of what is frozen by now
             metrics = defaultdict(list)
             for epoch in range(args.update_epochs):
                 # GAE (arXiv:1506.02438, eq. 16; detail 5), once or at each epoch. The value after a
@@ -441,7 +441,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                         advantages[t] = advantage = deltas[t] + discounts[t] * advantage
                     b_advantages = tensor(advantages).flatten()
                     b_returns = b_advantages + b_values  # the critic's targets
-                    batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values
+                    batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, rollout_values
                 if epoch == 0:  # before the fit
                     debug = {"values": b_values, "returns": b_returns, "advantages": b_advantages}
                     explained_variance = 1 - b_advantages.var() / b_returns.var()

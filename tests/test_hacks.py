@@ -53,11 +53,6 @@ def share(agent: Any) -> None:
     agent.actor[-5] = agent.critic[-5]
 
 
-def freeze(agent: Any) -> None:
-    """A layer without gradients."""
-    agent.critic[-5].requires_grad_(False)
-
-
 def add_unused(agent: Any) -> None:
     """A parameter that isn't in the loss."""
     agent.unused = nn.Parameter(torch.ones(3))
@@ -71,7 +66,6 @@ CRITIC = {"critic.2.weight", "critic.2.bias", "critic.4.weight", "critic.4.bias"
     [
         *((name, change, set(), {}) for name in MLPS for change in (normalize, hook, share)),
         ("ppo", share, CRITIC, {"vf_coef": 0.0}),  # the policy's loss moves the shared layer
-        ("ppo", freeze, {"critic.0.weight", "critic.0.bias"}, {}),
         *((name, add_unused, {"unused"}, {}) for name in MLPS),
     ],
 )
@@ -86,6 +80,21 @@ def test_networks(
     acted, output = agent.make_act()(obs.numpy(), 0.0), agent.actor(obs).detach()
     expected = output.argmax(-1) if name == "ppo" else output
     np.testing.assert_allclose(acted, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_freezing(compile: bool) -> None:
+    """What is frozen after an iteration stays as it is, though Adam has moved it before."""
+    agents, seen = [], []
+
+    def freeze(step: int, score: float) -> None:
+        agents[0].critic.requires_grad_(False)
+        seen.append(deepcopy(agents[0].state_dict()))
+
+    with watching(ppo, lambda agent, *_: agents.append(agent)):
+        trained("ppo", freeze, compile=compile)
+    moved = {x for x, weights in seen[0].items() if not torch.equal(weights, seen[-1][x])}
+    assert moved == {x for x in seen[0] if x.startswith("actor.")}
 
 
 @pytest.mark.parametrize("name", MLPS)

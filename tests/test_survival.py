@@ -67,6 +67,9 @@ def test_resumed_is_uninterrupted(name: str, iterations: tuple[int, ...], flags:
         go_on(MODULES[name], run)
         assert_same(content(run), expected)
     assert expected["global_step"] == flags["total_timesteps"]
+    if flags["eval_episodes"]:
+        score = MODULES[name].evaluate(saved["args"], run)
+        assert expected["eval/return"][-1] == (flags["total_timesteps"], np.float32(score))
     assert len(expected["losses/value_loss"]) == flags["total_timesteps"] / batch_size > iteration
 
 

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial, reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import gymnasium as gym
@@ -141,8 +142,8 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
     except (gym.error.Error, ModuleNotFoundError, json.JSONDecodeError) as error:
         raise UsageError(f"cannot make {args.env_id} with {args.env_kwargs}: {error}") from error
-    can_stagger = hasattr(envs.unwrapped, "set_attr") or not args.stagger
-    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP or not can_stagger:
+    cannot_stagger = args.stagger and not hasattr(envs.unwrapped, "set_attr")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP or cannot_stagger:
         raise UsageError(f"{args.env_id} must reset in the same step, and have set_attr to stagger")
     space = envs.single_action_space
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or not space.is_bounded():
@@ -174,7 +175,7 @@ def in_numpy(layer: nn.Module) -> Callable:
         return np.tanh
     if kind is RunningMeanStd:
         mean, std = (x.numpy(force=True) for x in (layer.mean, layer.std))
-        return lambda x: ((x - mean) / std).clip(-10, 10)
+        return partial(kind.forward, SimpleNamespace(mean=mean, std=std))
     device = next(layer.parameters(), torch.zeros(0)).device
     return lambda x: layer(torch.as_tensor(x, device=device)).numpy(force=True)  # others: PyTorch
 
@@ -201,7 +202,7 @@ class RunningMeanStd(nn.Module):
         self.var += share * (var - self.var + (1 - share) * delta**2)
 
     def forward(self, samples: Tensor) -> Tensor:
-        return ((samples - self.mean) / self.std).clamp(-10, 10)
+        return ((samples - self.mean) / self.std).clip(-10, 10)
 
 
 class Agent(nn.Module):
@@ -335,14 +336,15 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators that networks are initialized with and environments may draw from."""
+    """Seed the global generators: networks draw from them, some environments too (async: alike)."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def set_up_torch(args: Args) -> torch.device:
-    """Set the number of threads, and return the device. Raises `UsageError`."""
+    """Seed, set the number of threads, and return the device. Raises `UsageError`."""
+    seed_everything(args.seed)
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.rnn.fp32_precision = "ieee"  # else TF32, another one for acting
     name = args.device
@@ -417,7 +419,6 @@ def train(args: Args, report: Callable | None = None) -> float:
     config = json.loads(json.dumps(asdict(args)))  # plain numbers, which can be loaded safely
     device, batch_size = set_up_torch(args), args.num_envs * args.num_steps
     tensor = partial(torch.tensor, device=device)
-    seed_everything(args.seed)
     envs = make_envs(args, 1)  # for its spaces; the loop makes all
     agent = Agent(envs, args.log_std_init, args.hidden_size).to(device)
     envs.close()
@@ -479,7 +480,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 is_staggered = elapsed_steps > 0  # whether the episode is one that `stagger` cuts
                 if any(is_staggered):  # begin with a random part of the time limit used up
                     envs.unwrapped.set_attr("_elapsed_steps", list(elapsed_steps))
-            if args.anneal_lr:  # detail 4; later groups with rates of their own keep them
+            if args.anneal_lr:  # detail 4; for all groups without a rate of their own
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
@@ -521,6 +522,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             agent.return_rms.update(tensor(running_sums).flatten())
             rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
 
+            optimizer.zero_grad()  # Adam would repeat the last gradient of what is frozen by now
             metrics = defaultdict(list)
             for epoch in range(args.update_epochs):
                 # GAE (arXiv:1506.02438, eq. 16; detail 5), once or at each epoch. The value after a
@@ -543,7 +545,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                         advantages[t] = advantage = deltas[t] + discounts[t] * advantage
                     b_advantages = tensor(advantages.T).flatten()
                     b_returns = b_advantages + b_values  # the critic's targets
-                    batch = *pieces, b_actions, b_logprobs, b_advantages, b_returns, b_values
+                    batch = *pieces, b_actions, b_logprobs, b_advantages, b_returns, rollout_values
                 if epoch == 0:  # before the fit
                     debug = {"values": b_values, "returns": b_returns, "advantages": b_advantages}
                     explained_variance = 1 - b_advantages.var() / b_returns.var()

@@ -299,14 +299,15 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators that networks are initialized with and environments may draw from."""
+    """Seed the global generators: networks draw from them, some environments too (async: alike)."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def set_up_torch(args: Args) -> torch.device:
-    """Set the number of threads, and return the device. Raises `UsageError`."""
+    """Seed, set the number of threads, and return the device. Raises `UsageError`."""
+    seed_everything(args.seed)
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     torch.backends.cudnn.rnn.fp32_precision = "ieee"  # else TF32, another one for acting
     name = args.device
@@ -381,7 +382,6 @@ def train(args: Args, report: Callable | None = None) -> float:
     config = json.loads(json.dumps(asdict(args)))  # plain numbers, which can be loaded safely
     device, batch_size = set_up_torch(args), args.num_envs * args.num_steps
     tensor = partial(torch.tensor, device=device)
-    seed_everything(args.seed)
     envs = make_envs(args, 1)  # for its spaces; the loop makes all
     agent = Agent(envs, args.hidden_size).to(device)
     envs.close()
@@ -437,7 +437,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 envs = make_envs(args, args.num_envs)
                 next_obs, _ = envs.reset(seed=env_seed)
                 next_states = torch.zeros_like(states[0])  # detail 33
-            if args.anneal_lr:  # detail 4; later groups with rates of their own keep them
+            if args.anneal_lr:  # detail 4; for all groups without a rate of their own
                 share_left = 1 - global_step / args.total_timesteps
                 optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
@@ -469,6 +469,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 b_features = agent.get_features(*pieces)
                 b_logprobs, _, rollout_values = agent.evaluate_actions(b_features, b_actions)
 
+            optimizer.zero_grad()  # Adam would repeat the last gradient of what is frozen by now
             metrics = defaultdict(list)
             for epoch in range(args.update_epochs):
                 # GAE (arXiv:1506.02438, eq. 16; detail 5), once or at each epoch. The value after a
@@ -491,7 +492,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                         advantages[t] = advantage = deltas[t] + discounts[t] * advantage
                     b_advantages = tensor(advantages.T).flatten()
                     b_returns = b_advantages + b_values  # the critic's targets
-                    batch = *pieces, b_actions, b_logprobs, b_advantages, b_returns, b_values
+                    batch = *pieces, b_actions, b_logprobs, b_advantages, b_returns, rollout_values
                 if epoch == 0:  # before the fit
                     debug = {"values": b_values, "returns": b_returns, "advantages": b_advantages}
                     explained_variance = 1 - b_advantages.var() / b_returns.var()
