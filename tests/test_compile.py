@@ -112,8 +112,7 @@ def test_layouts() -> None:
     agent, batch, args = setting(script)
     expected = stepped(script.update, agent, batch, args)
     agent.to(memory_format=torch.channels_last)
-    # Transposed, as from JAX
-    agent.network[7].weight.data = agent.network[7].weight.data.T.contiguous().T
+    agent.network[7].weight.data = agent.network[7].weight.data.T.contiguous().T  # as from JAX
     assert sum(not x.is_contiguous() for x in agent.parameters()) == 4
     assert_same_steps(stepped(script.update, agent, batch, args), expected, agent)
 
