@@ -31,7 +31,7 @@ def curves_of(run: Run) -> tuple[np.ndarray, np.ndarray]:
 
     Not the mean of each part alone: none but short episodes end soon after a checkpoint.
     """
-    curves = rows_of(run, runs_of("main")[run], "curves")
+    curves = rows_of(run, runs_of("main")[run], "curves.csv")
     steps = np.linspace(curves.step.max() / 50, curves.step.max(), 50)
     returns = [
         [last_hundred(x) if len(x := seed[seed.step < step + 1]) else np.nan for step in steps]

@@ -2,8 +2,7 @@
 
     python benchmark/report.py
 
-A table stands below `<!-- table: NAME -->`; `TABLES` has the names. Rows of runs.csv are of version
-2; where a run's seeds aren't all there, runs-1.0.csv has those of 1.0.
+A table stands below `<!-- table: NAME -->`; `TABLES` has the names.
 """
 
 import re
@@ -62,13 +61,7 @@ def load(name: str) -> pd.DataFrame:
     return pd.read_csv(RESULTS / name).fillna({"flags": ""})
 
 
-def rows_of(run: Run, seeds: range, kind: str = "runs") -> pd.DataFrame:
-    """The rows of runs.csv (or curves.csv) of a run's seeds; 1.0's where seeds are missing."""
-    new, old = (of_version(run, seeds, f"{kind}{x}.csv") for x in ("", "-1.0"))
-    return new if new.seed.nunique() == len(seeds) else old
-
-
-def of_version(run: Run, seeds: range, name: str) -> pd.DataFrame:
+def rows_of(run: Run, seeds: range, name: str = "runs.csv") -> pd.DataFrame:
     """What a results file has of a run's seeds."""
     frame = load(name)
     return frame[(frame[[*Run._fields]] == run).all(axis=1) & frame.seed.isin(seeds)]
@@ -125,7 +118,7 @@ def ablation(name: str) -> str:
     """What each change of a default does, training (greedy), on the same seeds and version."""
     evaluated, lines = LISTS["settings"]["evaluated"], {}
     for run, seeds in runs_of(name).items():
-        rows = of_version(run, seeds, "runs.csv")
+        rows = rows_of(run, seeds)
         change = label("", run.flags.removeprefix(evaluated))
         line = lines.setdefault(
             change, {"defaults but for": f"`{change}`" if change else "nothing"}
@@ -139,26 +132,13 @@ def versions() -> str:
     """Version 2 beside 1.0 at the defaults, on the same seeds: what is on file of both."""
     lines = []
     for run, seeds in runs_of("main").items():
-        new, old = (of_version(run, seeds, name) for name in ("runs.csv", "runs-1.0.csv"))
+        new, old = (rows_of(run, seeds, name) for name in ("runs.csv", "runs-1.0.csv"))
         if len(new) == len(old):
             line = {"environment": run.env_id}
             for key, name in {"score": "training", "greedy": "greedy"}.items():
                 line |= {f"{name}, 2": mean_and_spread(new[key])}
                 line |= {f"{name}, 1.0": mean_and_spread(old[key])}
             lines.append(line)
-    return table(lines)
-
-
-def partial() -> str:
-    """Version 2's Atari runs, as far as they went, beside 1.0's: every other 200,000 steps."""
-    old, lines = load("curves-1.0.csv"), []
-    for env_id, rows in load("curves-partial.csv").groupby("env_id"):
-        rows = rows.iloc[1::2]
-        same = old[(old.env_id == env_id) & old.step.isin(rows.step)]
-        for version, curve in {"2": rows, "1.0": same}.items():
-            steps, returns = curve.step.map("{:,}".format), curve["return"].map("{:.1f}".format)
-            line = {"environment": env_id, "version": version}
-            lines.append(line | dict(zip(steps, returns, strict=True)))
     return table(lines)
 
 
@@ -248,7 +228,6 @@ TABLES = {
     "experiments": lambda: results("experiments", *FIGURES, "minutes", "commit"),
     "memory": lambda: results("memory", *FIGURES, "minutes", "commit"),
     "versions": versions,
-    "partial": partial,
     "speed": speeds,
     "speed-short": short_speeds,
     "sources": sources,
