@@ -15,15 +15,12 @@ numbered through: 1-13 core, 14-22 Atari, 23-31 continuous actions, 32-36 LSTM.
 
 import json
 import random
-import signal
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +29,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, RecordVideo
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -49,22 +45,21 @@ class Args:
     total_timesteps: int = 10_000_000  # environment steps, all together; rounded down to rollouts
     seed: int = 1  # seeds the environments, the network, the sampling and the shuffling
     exp_name: str = Path(__file__).stem  # part of the run folder's name
-    device: str = "auto"  # cpu, cuda, cuda:N, mps, or auto: a GPU if there is one
-    torch_deterministic: bool = True  # on a GPU, choose deterministic convolutions
-    num_threads: int = 0  # CPU threads of PyTorch, 0: its own choice
+    device: str = "cpu"  # cpu, cuda, cuda:N or mps
+    num_threads: int = torch.get_num_threads()  # CPU threads of PyTorch
     compile: bool = False  # compile the gradient step: seconds to start with, faster then
     bf16: bool = False  # compute the CNN in bfloat16: faster where the processor has it
     repeat_action_probability: float = 0.0  # probability that a game repeats the last action
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project of Weights & Biases
 
-    checkpoint_interval: int = 500  # iterations between checkpoints; each cuts running episodes
-    eval_episodes: int = 10  # episodes to evaluate, after the training or with --evaluate
-    eval_greedy: bool = True  # take the most probable actions in them, instead of sampling
-    eval_checkpoints: bool = False  # evaluate at every checkpoint, too: a learning curve
-    capture_video: bool = False  # record the evaluation's episodes in the run's folder
+    checkpoint_interval: int = 50  # iterations between checkpoints
     resume: str | None = None  # go on with the run in this folder; other flags change it
     evaluate: str | None = None  # train nothing, evaluate the run in this folder
+    eval_interval: int = 0  # iterations between evaluations in the training; 0: only at its end
+    eval_episodes: int = 10  # episodes of an evaluation; 0: evaluate nothing
+    eval_greedy: bool = True  # take the likeliest actions in it, instead of sampling
+    capture_video: bool = False  # record the evaluation's episodes in the run's folder
 
     num_envs: int = 8  # environments stepped side by side
     num_steps: int = 128  # steps of each environment in a rollout
@@ -74,7 +69,6 @@ class Args:
     anneal_lr: bool = True  # let the learning rate fall to 0 linearly
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    recompute_advantages: bool = False  # recompute values and advantages at each epoch
     norm_adv: bool = True  # normalize the advantages of each minibatch
     clip_coef: float = 0.1  # clip the probability ratio to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = True  # clip the move of a value from its old estimate to +-clip_coef
@@ -83,74 +77,88 @@ class Args:
     max_grad_norm: float = 0.5  # clip the gradient to this norm
     target_kl: float | None = None  # no more epochs in this iteration after a mean KL above this
 
+    def __post_init__(self) -> None:
+        for name, x in vars(self).items():
+            if isinstance(x, int | float) and not 0 <= x < np.inf:
+                raise ValueError(f"{name}={x} must be a number from 0 on")
+        batch_size = self.num_envs * self.num_steps
+        if not 2 <= 2 * self.num_minibatches <= batch_size or batch_size % self.num_minibatches:
+            raise ValueError(f"{batch_size=} must split into {self.num_minibatches=} of 2 or more")
+        json.loads(self.env_kwargs)
+
 
 class UsageError(Exception):
-    """A mistake that the user can put right; the message says how, and the exit status is 2."""
+    """A mistake that the user can put right; it is shown as one sentence, with exit status 2."""
 
 
-def check(args: Args) -> None:
-    """Raise `UsageError` for numbers that can't work."""
-    counts = "num_envs num_steps num_minibatches update_epochs checkpoint_interval"
-    rest = "seed num_threads eval_episodes learning_rate clip_coef ent_coef vf_coef max_grad_norm"
-    for names, low, high in (counts, 1, 1e9), (rest, 0, 1e9), ("gamma gae_lambda target_kl", 0, 1):
-        for name in names.split():
-            if not low <= (getattr(args, name) or 0) <= high:  # nan fails
-                raise UsageError(f"{name} must be {low} to {high:g}, not {getattr(args, name)}")
-    batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
-        raise UsageError(f"{args.num_minibatches=} must divide {batch_size=} into 2 or more each")
-
-
-class Games(VectorWrapper):
-    """Reports lost lives, presses fire after them (detail 17), and puts the stack last."""
-
-    render_mode = "rgb_array"
+class LifeLoss(VectorWrapper):
+    """Terminates at each lost life (detail 16), without a reset, and then presses fire (17)."""
 
     def __init__(self, env: VectorEnv) -> None:
         super().__init__(env)
         self.has_fire = env.unwrapped.ale.get_action_set()[1] == ale_py.Action.FIRE
-        shape = np.roll(env.single_observation_space.shape, -1)
-        self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
 
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+    def reset(self, **kwargs: Any) -> tuple:
         obs, infos = self.env.reset(**kwargs)
-        self.lives, self.lost = infos["lives"], False
-        self.obs = np.stack(obs.swapaxes(0, 1), -1)
+        self.lives = infos["lives"]
+        self.lost = np.zeros(self.num_envs, bool)
+        return obs, infos
+
+    def step(self, actions: np.ndarray) -> tuple:
+        if self.has_fire:
+            actions = np.where(self.lost, 1, actions)  # the agent's own is what is stored
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        # After a game's end, the lives are the next one's
+        self.lost = (infos["lives"] < self.lives) & ~terminations & ~truncations
+        self.lives = infos["lives"]
+        return obs, rewards, terminations | self.lost, truncations, infos
+
+
+class RenderScreens(VectorWrapper):
+    """Renders the agent's view, enlarged: ALE's vector environment renders nothing."""
+
+    render_mode = "rgb_array"
+
+    def reset(self, **kwargs: Any) -> tuple:
+        self.obs, infos = self.env.reset(**kwargs)
         return self.obs, infos
 
     def step(self, actions: np.ndarray) -> tuple:
-        actions = np.where(self.lost & self.has_fire, 1, actions)  # the agent's own is stored
-        obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        self.lost = (infos["lives"] < self.lives) & ~(terminations | truncations)
-        self.lives, infos["life_lost"] = infos["lives"], self.lost  # after a game, the next's lives
-        self.obs = np.stack(obs.swapaxes(0, 1), -1)
-        if "final_obs" in infos:
-            infos["final_obs"] = infos["final_obs"].transpose(0, 2, 3, 1)
-        return self.obs, rewards, terminations, truncations, infos
+        self.obs, *others = self.env.step(actions)
+        return self.obs, *others
 
     def render(self) -> list[np.ndarray]:
-        """The last screen of each game, enlarged, (168, 168, 3): ALE's vectors render nothing."""
-        return [x[..., -1:].repeat(2, 0).repeat(2, 1).repeat(3, 2) for x in self.obs]
+        """The last screen of each game, (168, 168, 3)."""
+        return [np.kron(x[-1, ..., None], np.ones((2, 2, 3), np.uint8)) for x in self.obs]
 
 
 def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
-    """Make games (detail 1) in ALE's vector environment: (num_envs, 84, 84, 4) bytes, raw rewards.
-    Where one ends, step returns the next one's first obs; `infos["final_obs"]` has its last.
+    """Make games (detail 1) by ALE's vector environment: (num_envs, 4, 84, 84) bytes, raw rewards.
+
+    Where an episode ends, step returns the next one's first obs; `infos["final_obs"]` has its last.
     """
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), scales, greys and stacks
-    # the screens (18, 20), and presses fire and no-ops (17, 14). Lives and signs are the loop's.
-    fixed = {"repeat_action_probability": args.repeat_action_probability, "reward_clipping": False}
-    fixed |= {"autoreset_mode": "SameStep", "episodic_life": False, "life_loss_info": False}
-    try:
-        kwargs = json.loads(args.env_kwargs)
-        envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", **fixed, **kwargs)
-    except (gym.error.Error, ModuleNotFoundError, ValueError, TypeError) as error:
-        raise UsageError(f"cannot make {args.env_id} with {args.env_kwargs}: {error}") from error
-    envs = Games(RecordEpisodeStatistics(envs))
+    # the screens (18, 20), and presses fire and no-ops after a reset (17, 14).
+    envs = gym.make_vec(
+        args.env_id,
+        num_envs,
+        "vector_entry_point",
+        autoreset_mode=AutoresetMode.SAME_STEP,
+        repeat_action_probability=args.repeat_action_probability,
+        reward_clipping=False,
+        episodic_life=False,
+        **json.loads(args.env_kwargs),
+    )
+    envs = RecordEpisodeStatistics(envs, stats_key="episode_stats")  # of games, not of lives
     if videos:  # at most 10,000 steps of each game, as they are kept in memory
-        first = {"episode_trigger": lambda i: i < args.eval_episodes}
-        envs = RecordVideo(envs, videos, **first, video_length=10_000, fps=15)  # 60 / frameskip
-    return envs
+        envs = RecordVideo(
+            RenderScreens(envs),
+            videos,
+            episode_trigger=lambda game: True,
+            video_length=10_000,
+            fps=15,
+        )
+    return LifeLoss(envs)
 
 
 def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
@@ -161,12 +169,11 @@ def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """Actor and critic on the CNN of Mnih et al. 2015. Its parameters and buffers are saved."""
+    """Actor and critic on one CNN (Mnih et al. 2015). Its parameters and buffers are what is saved."""
 
     def __init__(self, envs: VectorEnv, bf16: bool) -> None:
         super().__init__()
-        self.num_actions = envs.single_action_space.n
-        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        self.bf16 = bf16
         self.network = nn.Sequential(  # shared (details 13, 21)
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),
             nn.ReLU(),
@@ -178,312 +185,271 @@ class Agent(nn.Module):
             layer_init(nn.Linear(64 * 7 * 7, 512)),
             nn.ReLU(),
         )
-        self.actor = layer_init(nn.Linear(512, self.num_actions), std=0.01)
+        self.actor = layer_init(nn.Linear(512, envs.single_action_space.n), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, (B, num_actions), and values, (B,)."""
-        pieces = []
-        for piece in obs.split(1024):  # or a large rollout would take gigabytes
-            x = piece.permute(0, 3, 1, 2).to(self.dtype, copy=True).div_(255)  # detail 22
-            with torch.autocast(x.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                pieces.append(self.network(x).float())
-        features = torch.cat(pieces)
+        """Logits, (B, num_actions), and values, (B,), of bytes, (B, 4, 84, 84)."""
+        obs = obs.to(torch.float32, memory_format=torch.channels_last) / 255  # detail 22
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            features = self.network(obs)
+        features = features.float()
         return self.actor(features), self.critic(features).squeeze(-1)
-
-    def sample_noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
-        """Gumbel noise, (*shape, num_actions): argmax(logits + noise) samples softmax."""
-        return rng.gumbel(size=(*shape, self.num_actions)).astype(np.float32)
-
-    def make_act(self, compiled: bool = False) -> Callable:
-        """The policy, until its next update, as act(obs, noise) -> actions; noise 0: the mode."""
-        device = self.critic.weight.device
-        forward = torch.compile(self.forward, mode="reduce-overhead", disable=not compiled)
-
-        @torch.no_grad()
-        def act(obs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
-            logits, _ = forward(torch.as_tensor(obs, device=device))
-            return (logits.numpy(force=True) + noise).argmax(-1)
-
-        return act
 
     def get_value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
         return self(obs)[1]
 
+    @torch.inference_mode()
+    def act(self, obs: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
+        """Actions, (B,): samples or, without a random generator, the likeliest."""
+        logits, _ = self(torch.as_tensor(obs, device=self.critic.weight.device))
+        logits = logits.numpy(force=True)
+        if rng:  # the likeliest action after adding Gumbel noise is a sample
+            logits = logits + rng.gumbel(size=logits.shape)
+        return logits.argmax(-1)
+
     def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities, entropies and values, each (B,)."""
         logits, values = self(obs)
         log_softmax = logits.log_softmax(-1)
-        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
         logprobs = log_softmax.gather(-1, actions[:, None]).squeeze(-1)
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
         return logprobs, entropy, values
 
 
 def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, args: Args) -> dict:
     """Take a gradient step on the minibatch of these indices; return tensors to log, by name."""
-    minibatch = (x.index_select(0, indices) for x in batch)
-    obs, actions, old_logprobs, advantages, returns, old_values = minibatch
+    obs, actions, old_logprobs, advantages, returns, old_values = (x[indices] for x in batch)
     logprobs, entropy, values = agent.evaluate_actions(obs, actions)
-    assert logprobs.shape == entropy.shape == values.shape == returns.shape  # (B,)
+    assert logprobs.shape == values.shape == returns.shape  # (B,), or they would broadcast
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 
     # Policy loss (detail 8)
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: clamp, compiled, freezes a number
-    clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
+    clip_coef = torch.full_like(ratio, args.clip_coef)  # clamp, compiled, would freeze a number
+    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
     # Value loss
     squared_errors = (values - returns) ** 2
     if args.clip_vloss:  # detail 9
-        clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+        clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
         squared_errors = torch.max(squared_errors, (clipped_values - returns) ** 2)
     value_loss = 0.5 * squared_errors.mean()
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()  # detail 10
-    # backward() and clip_grad_norm_(), by hand: one graph for torch.compile (detail 11)
-    parameters = [x for group in optimizer.param_groups for x in group["params"] if x.requires_grad]
-    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-    grad_norm = sum(x.square().sum() for x in gradients) ** 0.5
-    scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = torch.empty_like(parameter).copy_(scale * gradient)  # same memory layout
     with torch.no_grad():  # detail 12; both KL estimates: http://joschu.net/blog/kl-approx.html
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
             "losses/value_loss": value_loss.detach(),
             "losses/entropy": entropy.mean(),
-            "losses/old_approx_kl": -logratio.mean(),
             "losses/approx_kl": (ratio - 1 - logratio).mean(),
             "losses/clipfrac": (ratio != clipped_ratio).float().mean(),
-            "losses/grad_norm": grad_norm,
         }
+
+    # What loss.backward() does, in a form that torch.compile takes into its graph
+    parameters = [x for x in agent.parameters() if x.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
     optimizer.step()
     return metrics
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the global generators: networks draw from them, some environments too (async: alike)."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+def set_up_torch(args: Args) -> None:
+    """Seed the global generators, which some environments use, too, and set the threads."""
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.num_threads)
 
 
-def set_up_torch(args: Args) -> torch.device:
-    """Seed, set the number of threads, and return the device. Raises `UsageError`."""
-    seed_everything(args.seed)
-    torch.set_num_threads(args.num_threads or torch.get_num_threads())
-    name = args.device
-    try:
-        if name == "auto":
-            name = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        return torch.zeros(1, device=name).device
-    except Exception as error:
-        raise UsageError(f"no device {name}: {str(error).splitlines()[0]}") from error
-
-
-def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict:
-    """The checkpoint of the run in this folder; loads the agent's weights. Raises `UsageError`."""
-    try:
-        checkpoint = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True)
-        if agent:
-            agent.load_state_dict(checkpoint["agent"])
-        return checkpoint | {"args": Args(**checkpoint["args"])}
-    except Exception as error:
-        raise UsageError(f"no checkpoint that fits in {folder}: {error!r}") from error
-
-
-def log(writer: SummaryWriter, scalars: dict, step: int) -> None:
-    """Write scalars as one event, and wait: the writer's thread would slow the next steps."""
-    values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
-    writer.file_writer.add_summary(Summary(value=values), step)
-    writer.flush()
+def load_checkpoint(folder: str | Path) -> dict:
+    """The checkpoint of the run in this folder. Raises `UsageError` if there is none."""
+    path = Path(folder, "checkpoint.pt")
+    if not path.is_file():
+        raise UsageError(f"there is no {path}")
+    return torch.load(path, "cpu")
 
 
 def evaluate(args: Args, folder: str | Path) -> float:
-    """Play episodes with a run's checkpoint; return their mean raw return, nan if none ends."""
-    device, rng = set_up_torch(args), np.random.default_rng(args.seed)
-    videos = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S}")
-    envs = make_envs(args, 1, videos if args.capture_video else None)
-    agent = Agent(envs, args.bf16).to(device).eval()
-    load_checkpoint(folder, agent)
-    act, returns = agent.make_act(), []
+    """Play episodes with the run's checkpoint; return their mean raw return, nan if none ends."""
+    set_up_torch(args)
+    videos = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S}") if args.capture_video else None
+    envs = make_envs(args, 1, videos)
+    agent = Agent(envs, args.bf16).to(args.device).eval()
+    agent.load_state_dict(load_checkpoint(folder)["agent"])
+    rng = None if args.eval_greedy else np.random.default_rng(args.seed)
+    returns = []
     obs, _ = envs.reset(seed=args.seed)
     for _ in range(30_000 * args.eval_episodes):  # some episodes never end
-        noise = 0.0 if args.eval_greedy else agent.sample_noise(rng, 1)
-        obs, _, _, _, infos = envs.step(act(obs, noise))
-        if "episode" in infos:
-            returns.append(infos["episode"]["r"][0])
-            if len(returns) == args.eval_episodes:
-                break
+        obs, _, _, _, infos = envs.step(agent.act(obs, rng))
+        if "episode_stats" in infos:
+            ended = infos["_episode_stats"]
+            returns.extend(infos["episode_stats"]["r"][ended].tolist())
+        if len(returns) >= args.eval_episodes:
+            break
     envs.close()
-    mean = float(np.mean(returns or np.nan))
-    text = f"evaluated at {mean:.1f} ± {np.std(returns or 0):.1f} over {len(returns)} episodes"
-    with suppress(OSError):  # a closed pipe must not cost the result
-        tqdm.write(text)
+    if not returns:
+        tqdm.write("no episode ended: limit them, by --env-kwargs '{\"max_episode_steps\": 1000}'")
+        return np.nan
+    mean = float(np.mean(returns))
+    tqdm.write(f"evaluated at {mean:.1f} +- {np.std(returns):.1f} over {len(returns)} episodes")
     return mean
 
 
-STOP = []  # train ends once there is something in it
-
-
-def stop(number: int, frame: object) -> None:
-    """After Ctrl-C or another signal, finish the iteration, save, stop; the same again kills."""
-    STOP.append(signal.signal(number, signal.SIG_DFL))
-
-
 def train(args: Args, report: Callable | None = None) -> float:
-    """Train an agent in a new folder in `runs`, or resume the one in `args.resume`, with args.
+    """Train an agent in a new folder in `runs`, or go on with the one in `args.resume`.
 
     Returns the mean raw return of the last 100 episodes, nan if none ended. After each iteration
     `report(global_step, mean_return)` is called; if it returns True, the run is saved and ends.
     """
-    check(args)
-    config = json.loads(json.dumps(asdict(args)))  # plain numbers, which can be loaded safely
-    device, batch_size = set_up_torch(args), args.num_envs * args.num_steps
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    tensor = partial(torch.tensor, device=device)
-    envs = make_envs(args, 1)  # for its spaces; the loop makes all
-    agent = Agent(envs, args.bf16).to(device)
-    envs.close()
-    learning_rate = tensor(args.learning_rate)  # a float would recompile
-    optimizer = optim.Adam(agent.parameters(), learning_rate, eps=1e-5, fused=not args.compile)
-    torch._dynamo.config.trace_autograd_ops = args.compile  # autograd.grad within one graph
-    torch._logging.set_logs(dynamo=40)  # errors only: else it warns of the optimizer's profiling
-    torch.compiler.reset()  # forget what an earlier call of train compiled
+    set_up_torch(args)
+    torch._dynamo.config.trace_autograd_ops = True  # autograd.grad within one compiled graph
     gradient_step = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
+    envs = make_envs(args, args.num_envs)
+    agent = Agent(envs, args.bf16).to(args.device)
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a float would compile anew
+    optimizer = optim.Adam(agent.parameters(), lr, eps=1e-5, fused=not args.compile)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = Path("runs", run_name.replace("/", "-").replace(":", "-"))
-    first_step, last_returns = 0, []
-    if args.resume:
-        folder, checkpoint = Path(args.resume), load_checkpoint(args.resume, agent)
-        first_step, last_returns = checkpoint["global_step"], checkpoint["last_returns"]
+    folder = Path("runs", run_name.replace("/", "-"))
+    config = asdict(replace(args, resume=None))
+    global_step = 0
+    last_returns = []  # of the last 100 episodes
+    if args.resume is not None:
+        folder = Path(args.resume)
+        checkpoint = load_checkpoint(folder)
+        agent.load_state_dict(checkpoint["agent"])
+        if list(checkpoint["agent"]) != list(agent.state_dict()):  # Adam knows them by position
+            raise UsageError(f"parts of the agent are in another order: {[*checkpoint['agent']]}")
         optimizer.load_state_dict(optimizer.state_dict() | {"state": checkpoint["optimizer"]})
-    num_iterations = (args.total_timesteps - first_step) // batch_size
+        global_step = checkpoint["global_step"]
+        last_returns = checkpoint["last_returns"]
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = (args.total_timesteps - global_step) // batch_size
     if num_iterations < 1:
-        raise UsageError(f"nothing to train: raise total_timesteps to {first_step + batch_size}")
+        raise UsageError(f"nothing to train after {global_step=}: raise --total-timesteps")
     if args.track:
         import wandb
 
-        run = {"project": args.wandb_project_name, "id": folder.name, "resume": "allow"}
-        wandb.init(**run, config=config, sync_tensorboard=True)
-    writer = SummaryWriter(folder, purge_step=first_step + 1)
-    writer.add_text("hyperparameters", str(config), first_step)
-
-    # A rollout, on the CPU; real_next_obs has the last observation of an episode that ends
-    shape = args.num_steps, args.num_envs
-    obs, real_next_obs = np.zeros((2, *shape, *envs.single_observation_space.shape), np.uint8)
-    actions = np.zeros((*shape, *envs.single_action_space.shape), envs.action_space.dtype)
-    rewards = np.zeros(shape, np.float32)
-    terminations, truncations = np.zeros((2, *shape), bool)
-
-    global_step, start_time = first_step, time.time()
+        run = {"project": args.wandb_project_name, "id": folder.name, "config": config}
+        wandb.init(**run, resume="allow", reinit="finish_previous", sync_tensorboard=True)
+    writer = SummaryWriter(folder, purge_step=global_step + 1)
+    writer.add_text("hyperparameters", str(config))
     print(f"training in {folder}")
-    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
-    try:
-        for iteration in range(num_iterations):
-            # Environments can't be saved: after each scheduled checkpoint every run makes new ones,
-            # seeded by the step. So a run resumed there equals one that never stopped.
-            if iteration % args.checkpoint_interval == 0:
-                rng = np.random.default_rng([args.seed, global_step])
-                env_seed = int(rng.integers(2**30))
-                seed_everything(env_seed)
-                envs = make_envs(args, args.num_envs)
-                next_obs, _ = envs.reset(seed=env_seed)
-            if args.anneal_lr:  # detail 4; for all groups without a rate of their own
-                share_left = 1 - global_step / args.total_timesteps
-                optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
-            # Rollout. Weights don't change in it: noise comes before, log-probs and values after.
-            # evaluate_actions must score what act does: the KL wouldn't show a difference.
-            act, noise = agent.make_act(args.compile), agent.sample_noise(rng, *shape)
-            for t in range(args.num_steps):
-                obs[t] = next_obs
-                actions[t] = act(obs[t], noise[t])
-                next_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t])
-                real_next_obs[t] = next_obs
-                terminations[t] |= infos["life_lost"]  # detail 16
-                global_step += args.num_envs
-                for i in np.flatnonzero(infos.get("_episode", [])):  # whose episode ended
-                    real_next_obs[t, i] = infos["final_obs"][i]  # next_obs is the next one's first
-                    total, length = (float(infos["episode"][x][i]) for x in "rl")  # return, length
-                    last_returns = [*last_returns[-99:], total]
-                    charts = {"charts/episodic_return": total, "charts/episodic_length": length}
-                    log(writer, charts, global_step)
-            rewards = np.sign(rewards)  # detail 19
-            dones = terminations | truncations  # of step t; CleanRL's dones[t] are of step t - 1
-            b_obs, b_actions = (tensor(x).flatten(0, 1) for x in (obs, actions))
-            is_cut = truncations.copy()  # where real_next_obs gives the next values
-            is_cut[-1] = True  # the last row, too
-            with torch.no_grad():
-                b_logprobs, _, rollout_values = agent.evaluate_actions(b_obs, b_actions)
+    def flatten(x: np.ndarray) -> Tensor:  # (num_steps, num_envs, ...) to (batch_size, ...)
+        return torch.as_tensor(x, device=args.device).flatten(0, 1)
 
-            optimizer.zero_grad()  # Adam would repeat the last gradient of what is frozen by now
-            metrics = defaultdict(list)
-            for epoch in range(args.update_epochs):
-                # GAE (arXiv:1506.02438, eq. 16; detail 5), once or at each epoch. The value after a
-                # termination is 0, after a truncation that of the episode's last observation.
-                if epoch == 0 or args.recompute_advantages:
-                    with torch.no_grad():
-                        b_values = agent.get_value(b_obs) if epoch > 0 else rollout_values
-                        end_values = agent.get_value(tensor(real_next_obs[is_cut]))
-                    values = b_values.view(shape).numpy(force=True)
-                    next_values = np.roll(values, -1, 0)  # row t + 1; the last row's come below
-                    next_values[is_cut] = end_values.numpy(force=True)
-                    deltas = rewards + args.gamma * next_values * ~terminations - values
-                    discounts = args.gamma * args.gae_lambda * ~dones
-                    advantages, advantage = np.zeros_like(deltas), 0.0
-                    for t in reversed(range(args.num_steps)):
-                        advantages[t] = advantage = deltas[t] + discounts[t] * advantage
-                    b_advantages = tensor(advantages).flatten()
-                    b_returns = b_advantages + b_values  # the critic's targets
-                    batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, rollout_values
-                if epoch == 0:  # before the fit
-                    debug = {"values": b_values, "returns": b_returns, "advantages": b_advantages}
-                    explained_variance = 1 - b_advantages.var() / b_returns.var()
+    # A rollout, in NumPy, as the environments are
+    shape = (args.num_steps, args.num_envs)
+    obs = np.zeros((*shape, *envs.single_observation_space.shape), np.uint8)
+    real_next_obs = np.zeros_like(obs)  # where an episode ends its last, not the next one's first
+    actions = np.zeros(shape, np.int64)
+    rewards = np.zeros(shape, np.float32)
+    terminations = np.zeros(shape, bool)
+    truncations = np.zeros_like(terminations)
 
-                # Update (detail 6)
-                for indices in tensor(rng.permutation(batch_size)).chunk(args.num_minibatches):
-                    for name, x in gradient_step(agent, optimizer, batch, indices, args).items():
-                        metrics[name].append(x.clone())  # CUDA graphs reuse x
-                kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
-                if args.target_kl and kls.mean() > args.target_kl:
-                    break
+    start_time = time.time()
+    rng = np.random.default_rng([args.seed, global_step])
+    next_obs, _ = envs.reset(seed=args.seed + global_step)
+    bar = tqdm(total=args.total_timesteps, initial=global_step, disable=None)
+    for iteration in range(1, num_iterations + 1):
+        learning_rate = args.learning_rate
+        if args.anneal_lr:  # detail 4
+            learning_rate *= 1 - global_step / args.total_timesteps
+        optimizer.param_groups[0]["lr"].fill_(learning_rate)
 
-            # Log
-            scalars = {name: torch.stack(x).mean().item() for name, x in metrics.items()}
-            if bad := [name for name, x in scalars.items() if not np.isfinite(x)]:
-                raise UsageError(f"infinite or nan at step {global_step}: {bad}")
-            scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
-            scalars["losses/explained_variance"] = explained_variance.item()
-            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
-            scalars["charts/SPS"] = (global_step - first_step) / (time.time() - start_time)
-            log(writer, scalars, global_step)
-            mean_return = float(np.mean(last_returns or np.nan))
+        # Rollout
+        returns, lengths = [], []
+        for t in range(args.num_steps):
+            obs[t] = next_obs
+            action = agent.act(next_obs, rng)
+            actions[t] = action
+            next_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(action)
+            real_next_obs[t] = next_obs
+            if "episode_stats" in infos:
+                ended = infos["_episode_stats"]
+                real_next_obs[t, ended] = np.stack(infos["final_obs"][ended])
+                returns.extend(infos["episode_stats"]["r"][ended].tolist())
+                lengths.extend(infos["episode_stats"]["l"][ended].tolist())
+        dones = terminations | truncations
+        global_step += batch_size
 
-            # Checkpoint
-            stops = STOP or (report and report(global_step, mean_return))
-            ends = iteration + 1 == num_iterations or stops
-            if (iteration + 1) % args.checkpoint_interval == 0 or ends:
-                saved = {"args": config, "global_step": global_step, "last_returns": last_returns}
-                saved |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()["state"]}
-                torch.save(saved, folder / "checkpoint.tmp")
-                (folder / "checkpoint.tmp").replace(folder / "checkpoint.pt")  # all or nothing
-                envs.close()
-                if args.eval_episodes and (args.eval_checkpoints or ends) and not stops:
-                    writer.add_scalar("eval/return", evaluate(args, folder), global_step)
-            bar.set_postfix_str(f"return {mean_return:.1f}", False)
-            bar.update(batch_size)
-            if ends:
+        # Values. After a truncation, the next one is that of the episode's last observation
+        b_obs = flatten(obs)
+        b_next_obs = flatten(real_next_obs)
+        b_actions = flatten(actions)
+        with torch.no_grad():
+            b_logprobs, _, b_values = agent.evaluate_actions(b_obs, b_actions)
+            values = b_values.view(shape).numpy(force=True)
+            next_values = agent.get_value(b_next_obs).view(shape).numpy(force=True)
+
+        # Generalized advantage estimation (arXiv:1506.02438, equation 16; detail 5)
+        # Only the signs of rewards count (detail 19)
+        deltas = np.sign(rewards) + args.gamma * next_values * ~terminations - values
+        advantages = np.zeros_like(rewards)
+        advantage = 0.0
+        for t in reversed(range(args.num_steps)):
+            advantage = deltas[t] + args.gamma * args.gae_lambda * ~dones[t] * advantage
+            advantages[t] = advantage
+        b_advantages = flatten(advantages)
+        b_returns = b_advantages + b_values  # the critic's targets
+
+        # Update (detail 6)
+        batch = (b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values)
+        metrics = defaultdict(list)
+        optimizer.zero_grad()  # or Adam would repeat the last gradient of what is frozen by now
+        for _ in range(args.update_epochs):
+            permutation = torch.as_tensor(rng.permutation(batch_size), device=args.device)
+            for indices in permutation.chunk(args.num_minibatches):
+                for name, x in gradient_step(agent, optimizer, batch, indices, args).items():
+                    metrics[name].append(x.clone())  # CUDA graphs reuse x
+            kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
+            if args.target_kl is not None and kls.mean() > args.target_kl:
                 break
-    finally:
-        envs.close()
-        writer.close()
-        bar.close()
+        grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # clips nothing
+        if not 0 < grad_norm < np.inf:  # 0: backward() with --compile
+            raise FloatingPointError(f"the gradient is 0, infinite or nan before {global_step=}")
+
+        # Log
+        scalars = {name: torch.stack(x).mean() for name, x in metrics.items()}
+        scalars["losses/explained_variance"] = 1 - b_advantages.var() / b_returns.var()
+        scalars["losses/minibatches"] = len(metrics["losses/approx_kl"])
+        scalars["charts/learning_rate"] = learning_rate
+        scalars["charts/SPS"] = iteration * batch_size / (time.time() - start_time)
+        if returns:
+            scalars["charts/episodic_return"] = np.mean(returns)
+            scalars["charts/episodic_length"] = np.mean(lengths)
+        for name, x in scalars.items():
+            writer.add_scalar(name, x, global_step)
+        last_returns = (last_returns + returns)[-100:]
+        mean_return = float(np.mean(last_returns)) if last_returns else np.nan
+        bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
+        bar.update(batch_size)
+
+        # Checkpoint
+        is_last = bool(report and report(global_step, mean_return)) or iteration == num_iterations
+        is_evaluated = is_last or (args.eval_interval and iteration % args.eval_interval == 0)
+        if is_evaluated or iteration % args.checkpoint_interval == 0:
+            saved = {"args": config, "global_step": global_step, "last_returns": last_returns}
+            saved["agent"] = agent.state_dict()
+            saved["optimizer"] = optimizer.state_dict()["state"]
+            torch.save(saved, folder / "checkpoint.tmp")
+            (folder / "checkpoint.tmp").replace(folder / "checkpoint.pt")  # all or nothing
+        if is_last:
+            envs.close()  # first: some simulators exist only once
+        if is_evaluated and args.eval_episodes:
+            writer.add_scalar("eval/return", evaluate(args, folder), global_step)
+        if is_last:
+            break
+    bar.close()
+    writer.close()
     print(f"return {mean_return:.1f} over the last {len(last_returns)} episodes; {folder}")
     return mean_return
 
@@ -491,15 +457,14 @@ def train(args: Args, report: Callable | None = None) -> float:
 if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
-        if folder := args.resume or args.evaluate:  # parse again: the run's arguments are defaults
-            args = tyro.cli(Args, default=load_checkpoint(folder)["args"])
-        if args.evaluate:
+        if (
+            folder := args.resume or args.evaluate
+        ):  # parse again: the run's arguments are the defaults
+            args = tyro.cli(Args, default=Args(**load_checkpoint(folder)["args"]))
+        if args.evaluate is not None:
             evaluate(args, args.evaluate)
         else:
-            for number in signal.valid_signals() & {1, 2, 15}:  # SIGHUP, SIGINT, SIGTERM
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores the first
-                    signal.signal(number, stop)
             train(args)
-    except UsageError as error:
+    except (UsageError, gym.error.UnregisteredEnv) as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)
