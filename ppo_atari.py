@@ -169,7 +169,7 @@ def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """Actor and critic on one CNN (Mnih et al. 2015). Its parameters and buffers are what is saved."""
+    """Actor and critic on one CNN, of Mnih et al. 2015. Its parameters are what is saved."""
 
     def __init__(self, envs: VectorEnv, bf16: bool) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     optimizer = optim.Adam(agent.parameters(), lr, eps=1e-5, fused=not args.compile)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = Path("runs", run_name.replace("/", "-"))
+    folder = Path("runs", run_name.replace("/", "-").replace(":", "-"))
     config = asdict(replace(args, resume=None))
     global_step = 0
     last_returns = []  # of the last 100 episodes

@@ -351,7 +351,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     optimizer = optim.Adam(agent.parameters(), lr, eps=1e-5, fused=not args.compile)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = Path("runs", run_name.replace("/", "-"))
+    folder = Path("runs", run_name.replace("/", "-").replace(":", "-"))
     config = asdict(replace(args, resume=None))
     global_step = 0
     last_returns = []  # of the last 100 episodes
