@@ -9,8 +9,15 @@
     python ppo.py --resume runs/NAME           # go on with a stopped run, extend or change it
     python ppo.py --evaluate runs/NAME --capture-video
 
-"Detail n": see "The 37 Implementation Details of Proximal Policy Optimization", Huang et al. 2022,
-numbered through: 1-13 core, 14-22 Atari, 23-31 continuous actions, 32-36 LSTM.
+Each iteration has three parts: the policy acts for `num_steps` in each of `num_envs` environments;
+generalized advantage estimation tells how much better each action was than expected; and gradient
+steps on shuffled minibatches of these samples, `update_epochs` times over, make the better ones
+more probable. As the policy moves away from the one that acted, each sample is weighted by the
+ratio of its probabilities, new to old, and clipping ends the reward for moving further.
+
+"Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization", Huang et
+al. 2022: 1-13 core, 14-22 Atari, 23-31 continuous actions (28-31: normalization), 32-36 LSTM.
+https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 """
 
 import json
@@ -52,7 +59,7 @@ class Args:
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project of Weights & Biases
 
-    checkpoint_interval: int = 50  # iterations between checkpoints
+    checkpoint_interval: int = 10  # iterations between checkpoints
     resume: str | None = None  # go on with the run in this folder; other flags change it
     evaluate: str | None = None  # train nothing, evaluate the run in this folder
     eval_interval: int = 0  # iterations between evaluations in the training; 0: only at its end
@@ -81,8 +88,10 @@ class Args:
             if isinstance(x, int | float) and not 0 <= x < np.inf:
                 raise ValueError(f"{name}={x} must be a number from 0 on")
         batch_size = self.num_envs * self.num_steps
-        if not 2 <= 2 * self.num_minibatches <= batch_size or batch_size % self.num_minibatches:
-            raise ValueError(f"{batch_size=} must split into {self.num_minibatches=} of 2 or more")
+        if self.num_minibatches < 1 or batch_size % self.num_minibatches:
+            raise ValueError(f"num_minibatches={self.num_minibatches} must divide {batch_size=}")
+        if 0 in (batch_size, self.update_epochs, self.checkpoint_interval):
+            raise ValueError("num_envs, num_steps, update_epochs, checkpoint_interval start at 1")
         json.loads(self.env_kwargs)
 
 
@@ -99,10 +108,10 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     def wrap(env: gym.Env) -> gym.Env:
         space = env.observation_space
         if not space.is_np_flattenable or (space.dtype == np.uint8 and len(space.shape) > 1):
-            raise UsageError(f"no vector: observations {space}; of images: recipes/images.diff")
+            raise UsageError(f"{space} doesn't flatten well; for images, see recipes/images.diff")
         if videos:  # at most 3000 frames of each episode, as they are kept in memory
             env = RecordVideo(env, videos, episode_trigger=lambda episode: True, video_length=3000)
-        return FlattenObservation(env)  # add wrappers here
+        return FlattenObservation(env)  # add wrappers here; vector_entry_point has none
 
     mode = args.vectorization
     if videos or (mode == "async" and num_envs == 1):
@@ -133,7 +142,7 @@ def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
 
 
 class RunningMeanStd(nn.Module):
-    """Normalizes by mean and standard deviation, per element, of all that it was updated with."""
+    """Normalizes by the mean and standard deviation of what it was updated with (detail 28)."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -147,9 +156,9 @@ class RunningMeanStd(nn.Module):
 
     def update(self, samples: Tensor) -> None:
         """Take in samples, (B, *shape) (Chan et al. 1979, equation 1.5)."""
-        if self.count > 0:  # or a single wild sample would count more than all others
-            most = 100 * self.std
-            samples = samples.clamp(self.mean - most, self.mean + most)
+        if self.count > 0:  # clamp wild samples, of which one would outweigh all others
+            limit = 100 * self.std
+            samples = samples.clamp(self.mean - limit, self.mean + limit)
         var, mean = torch.var_mean(samples, 0, correction=0)
         self.count += len(samples)
         share = len(samples) / self.count
@@ -158,11 +167,14 @@ class RunningMeanStd(nn.Module):
         self.var += share * (var - self.var + (1 - share) * delta**2)
 
     def forward(self, samples: Tensor) -> Tensor:
-        return ((samples - self.mean) / self.std).clamp(-10, 10)
+        return ((samples - self.mean) / self.std).clamp(-10, 10)  # detail 29
 
 
 class Agent(nn.Module):
-    """Separate actor and critic (detail 13). Its parameters and buffers are what is saved."""
+    """Separate actor and critic (detail 13), of raw observations, which it normalizes.
+
+    Its parameters and buffers are saved; so what is learned or counted belongs here.
+    """
 
     def __init__(self, envs: VectorEnv) -> None:
         super().__init__()
@@ -185,24 +197,24 @@ class Agent(nn.Module):
         )
 
     def get_logits(self, obs: Tensor) -> Tensor:
-        """Logits of the actions, (B, num_actions). Mask actions here."""
-        return self.actor(obs)
+        """Logits of the actions, (B, num_actions). Mask actions here, by -1e8."""
+        return self.actor(self.obs_rms(obs))
 
     def get_value(self, obs: Tensor) -> Tensor:
         """Estimated values, (B,)."""
-        return self.critic(obs).squeeze(-1)
+        return self.critic(self.obs_rms(obs)).squeeze(-1)
 
     @torch.inference_mode()
     def act(self, obs: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
-        """Actions, (B,): samples or, without a random generator, the likeliest."""
+        """Actions, (B,): samples or, without rng, the likeliest."""
         obs = torch.as_tensor(obs, dtype=torch.float32, device=self.obs_rms.mean.device)
-        logits = self.get_logits(self.obs_rms(obs)).numpy(force=True)
-        if rng:  # the likeliest action after adding Gumbel noise is a sample
+        logits = self.get_logits(obs).numpy(force=True)
+        if rng:  # the argmax of logits plus Gumbel noise is a sample of their softmax
             logits = logits + rng.gumbel(size=logits.shape)
         return logits.argmax(-1)
 
     def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities, entropies and values, each (B,), of normalized observations."""
+        """Log-probabilities, entropies and values, each (B,)."""
         log_softmax = self.get_logits(obs).log_softmax(-1)
         logprobs = log_softmax.gather(-1, actions[:, None]).squeeze(-1)
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)
@@ -217,36 +229,34 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 
-    # Policy loss (detail 8)
+    # Policy loss (equation 7, detail 8). Minimum: a ratio gains nothing beyond the clip range in
+    # its advantage's favour, but keeps its gradient where it went the wrong way.
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip_coef = torch.full_like(ratio, args.clip_coef)  # clamp, compiled, would freeze a number
-    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    clip = torch.full_like(ratio, args.clip_coef)  # a tensor can change when compiled
+    clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
     # Value loss
     squared_errors = (values - returns) ** 2
     if args.clip_vloss:  # detail 9
-        clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        clipped_values = old_values + (values - old_values).clamp(-clip, clip)
         squared_errors = torch.max(squared_errors, (clipped_values - returns) ** 2)
     value_loss = 0.5 * squared_errors.mean()
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()  # detail 10
-    with torch.no_grad():  # detail 12; both KL estimates: http://joschu.net/blog/kl-approx.html
+    with torch.no_grad():  # detail 12
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
             "losses/value_loss": value_loss.detach(),
             "losses/entropy": entropy.mean(),
-            "losses/approx_kl": (ratio - 1 - logratio).mean(),
+            "losses/approx_kl": (ratio - 1 - logratio).mean(),  # joschu.net/blog/kl-approx.html
             "losses/clipfrac": (ratio != clipped_ratio).float().mean(),
         }
 
-    # What loss.backward() does, in a form that torch.compile takes into its graph
-    parameters = [x for x in agent.parameters() if x.requires_grad]
-    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+    loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # detail 11
+    metrics["losses/grad_norm"] = grad_norm
     optimizer.step()
     return metrics
 
@@ -269,14 +279,13 @@ def load_checkpoint(folder: str | Path) -> dict:
 
 def evaluate(args: Args, folder: str | Path) -> float:
     """Play episodes with the run's checkpoint; return their mean raw return, nan if none ends."""
-    set_up_torch(args)
     videos = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S}") if args.capture_video else None
     envs = make_envs(args, 1, videos)
     agent = Agent(envs).to(args.device).eval()
     agent.load_state_dict(load_checkpoint(folder)["agent"])
     rng = None if args.eval_greedy else np.random.default_rng(args.seed)
     returns = []
-    obs, _ = envs.reset(seed=args.seed)
+    obs, _ = envs.reset(seed=args.seed + 10**9)  # other episodes than the training's
     for _ in range(30_000 * args.eval_episodes):  # some episodes never end
         obs, _, _, _, infos = envs.step(agent.act(obs, rng))
         if "episode_stats" in infos:
@@ -300,7 +309,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     `report(global_step, mean_return)` is called; if it returns True, the run is saved and ends.
     """
     set_up_torch(args)
-    torch._dynamo.config.trace_autograd_ops = True  # autograd.grad within one compiled graph
+    torch._dynamo.config.trace_autograd_ops = True  # backward() within a compiled graph
     gradient_step = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs).to(args.device)
@@ -340,7 +349,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     # A rollout, in NumPy, as the environments are
     shape = (args.num_steps, args.num_envs)
     obs = np.zeros((*shape, *envs.single_observation_space.shape), np.float32)
-    real_next_obs = np.zeros_like(obs)  # where an episode ends its last, not the next one's first
+    real_next_obs = np.zeros_like(obs)  # at an episode's end its last, not the next one's first
     actions = np.zeros(shape, np.int64)
     rewards = np.zeros(shape, np.float32)
     terminations = np.zeros(shape, bool)
@@ -373,10 +382,10 @@ def train(args: Args, report: Callable | None = None) -> float:
         dones = terminations | truncations
         global_step += batch_size
         for name, x in (("observations", obs), ("rewards", rewards)):
-            if not np.abs(x).max() < 1e15:  # nan isn't, either
+            if not np.abs(x).max() < 1e15:  # nan isn't; squares of larger ones are infinite
                 raise FloatingPointError(f"nan, infinite or huge {name} before {global_step=}")
 
-        # Divide rewards by the deviation of their running discounted sum (details 30, 31)
+        # Scale rewards so that discounted sums, and values, are of about 1 (details 30, 31)
         discounted_returns = np.zeros_like(rewards)
         for t in range(args.num_steps):
             discounted_return = args.gamma * discounted_return + rewards[t]
@@ -385,17 +394,17 @@ def train(args: Args, report: Callable | None = None) -> float:
         agent.return_rms.update(flatten(discounted_returns))
         scaled_rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
 
-        # Values. After a truncation, the next one is that of the episode's last observation
-        b_obs = agent.obs_rms(flatten(obs))
-        b_next_obs = agent.obs_rms(flatten(real_next_obs))
+        # Values, before the update; after a truncation, the next is of the last observation
+        b_obs = flatten(obs)
+        b_next_obs = flatten(real_next_obs)
         b_actions = flatten(actions)
         with torch.no_grad():
             b_logprobs, _, b_values = agent.evaluate_actions(b_obs, b_actions)
             values = b_values.view(shape).numpy(force=True)
             next_values = agent.get_value(b_next_obs).view(shape).numpy(force=True)
 
-        # Generalized advantage estimation (arXiv:1506.02438, equation 16; detail 5)
-        deltas = scaled_rewards + args.gamma * next_values * ~terminations - values
+        # Generalized advantage estimation within episodes (arXiv:1506.02438, eq. 16; detail 5)
+        deltas = scaled_rewards + args.gamma * np.where(terminations, 0, next_values) - values
         advantages = np.zeros_like(rewards)
         advantage = 0.0
         for t in reversed(range(args.num_steps)):
@@ -407,23 +416,24 @@ def train(args: Args, report: Callable | None = None) -> float:
         # Update (detail 6)
         batch = (b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values)
         metrics = defaultdict(list)
-        optimizer.zero_grad()  # or Adam would repeat the last gradient of what is frozen by now
         for _ in range(args.update_epochs):
             permutation = torch.as_tensor(rng.permutation(batch_size), device=args.device)
             for indices in permutation.chunk(args.num_minibatches):
-                for name, x in gradient_step(agent, optimizer, batch, indices, args).items():
+                optimizer.zero_grad()  # here, as a compiled update can't
+                step_metrics = gradient_step(agent, optimizer, batch, indices, args)
+                for name, x in step_metrics.items():
                     metrics[name].append(x.clone())  # CUDA graphs reuse x
             kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
             if args.target_kl is not None and kls.mean() > args.target_kl:
                 break
-        grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # clips nothing
-        if not 0 < grad_norm < np.inf:  # 0: backward() with --compile
-            raise FloatingPointError(f"the gradient is 0, infinite or nan before {global_step=}")
-        agent.obs_rms.update(flatten(obs))  # only now: a rollout and its updates normalize alike
+        gradients = [x.grad for x in agent.parameters() if x.grad is not None]
+        if not 0 < nn.utils.get_total_norm(gradients) < np.inf:  # 0: zero_grad() within update
+            raise FloatingPointError(f"a gradient of 0, inf or nan before {global_step=}")
+        agent.obs_rms.update(b_obs)  # only now: a rollout and its updates normalize alike
 
         # Log
         scalars = {name: torch.stack(x).mean() for name, x in metrics.items()}
-        scalars["losses/explained_variance"] = 1 - b_advantages.var() / b_returns.var()
+        scalars["losses/explained_variance"] = 1 - (b_returns - b_values).var() / b_returns.var()
         scalars["losses/minibatches"] = len(metrics["losses/approx_kl"])
         scalars["charts/learning_rate"] = learning_rate
         scalars["charts/SPS"] = iteration * batch_size / (time.time() - start_time)
@@ -461,11 +471,11 @@ def train(args: Args, report: Callable | None = None) -> float:
 if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
-        if (
-            folder := args.resume or args.evaluate
-        ):  # parse again: the run's arguments are the defaults
+        folder = args.resume or args.evaluate
+        if folder:  # parse again: the run's arguments are the defaults
             args = tyro.cli(Args, default=Args(**load_checkpoint(folder)["args"]))
         if args.evaluate is not None:
+            set_up_torch(args)
             evaluate(args, args.evaluate)
         else:
             train(args)

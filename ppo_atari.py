@@ -9,8 +9,15 @@
     python ppo_atari.py --resume runs/NAME           # go on with a stopped run, or change it
     python ppo_atari.py --evaluate runs/NAME --capture-video
 
-"Detail n": see "The 37 Implementation Details of Proximal Policy Optimization", Huang et al. 2022,
-numbered through: 1-13 core, 14-22 Atari, 23-31 continuous actions, 32-36 LSTM.
+Each iteration has three parts: the policy acts for `num_steps` in each of `num_envs` environments;
+generalized advantage estimation tells how much better each action was than expected; and gradient
+steps on shuffled minibatches of these samples, `update_epochs` times over, make the better ones
+more probable. As the policy moves away from the one that acted, each sample is weighted by the
+ratio of its probabilities, new to old, and clipping ends the reward for moving further.
+
+"Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization", Huang et
+al. 2022: 1-13 core, 14-22 Atari, 23-31 continuous actions (28-31: normalization), 32-36 LSTM.
+https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 """
 
 import json
@@ -53,7 +60,7 @@ class Args:
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project of Weights & Biases
 
-    checkpoint_interval: int = 50  # iterations between checkpoints
+    checkpoint_interval: int = 10  # iterations between checkpoints
     resume: str | None = None  # go on with the run in this folder; other flags change it
     evaluate: str | None = None  # train nothing, evaluate the run in this folder
     eval_interval: int = 0  # iterations between evaluations in the training; 0: only at its end
@@ -82,8 +89,10 @@ class Args:
             if isinstance(x, int | float) and not 0 <= x < np.inf:
                 raise ValueError(f"{name}={x} must be a number from 0 on")
         batch_size = self.num_envs * self.num_steps
-        if not 2 <= 2 * self.num_minibatches <= batch_size or batch_size % self.num_minibatches:
-            raise ValueError(f"{batch_size=} must split into {self.num_minibatches=} of 2 or more")
+        if self.num_minibatches < 1 or batch_size % self.num_minibatches:
+            raise ValueError(f"num_minibatches={self.num_minibatches} must divide {batch_size=}")
+        if 0 in (batch_size, self.update_epochs, self.checkpoint_interval):
+            raise ValueError("num_envs, num_steps, update_epochs, checkpoint_interval start at 1")
         json.loads(self.env_kwargs)
 
 
@@ -202,10 +211,10 @@ class Agent(nn.Module):
 
     @torch.inference_mode()
     def act(self, obs: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
-        """Actions, (B,): samples or, without a random generator, the likeliest."""
+        """Actions, (B,): samples or, without rng, the likeliest."""
         logits, _ = self(torch.as_tensor(obs, device=self.critic.weight.device))
         logits = logits.numpy(force=True)
-        if rng:  # the likeliest action after adding Gumbel noise is a sample
+        if rng:  # the argmax of logits plus Gumbel noise is a sample of their softmax
             logits = logits + rng.gumbel(size=logits.shape)
         return logits.argmax(-1)
 
@@ -226,36 +235,34 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 
-    # Policy loss (detail 8)
+    # Policy loss (equation 7, detail 8). Minimum: a ratio gains nothing beyond the clip range in
+    # its advantage's favour, but keeps its gradient where it went the wrong way.
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip_coef = torch.full_like(ratio, args.clip_coef)  # clamp, compiled, would freeze a number
-    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    clip = torch.full_like(ratio, args.clip_coef)  # a tensor can change when compiled
+    clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
     # Value loss
     squared_errors = (values - returns) ** 2
     if args.clip_vloss:  # detail 9
-        clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        clipped_values = old_values + (values - old_values).clamp(-clip, clip)
         squared_errors = torch.max(squared_errors, (clipped_values - returns) ** 2)
     value_loss = 0.5 * squared_errors.mean()
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()  # detail 10
-    with torch.no_grad():  # detail 12; both KL estimates: http://joschu.net/blog/kl-approx.html
+    with torch.no_grad():  # detail 12
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
             "losses/value_loss": value_loss.detach(),
             "losses/entropy": entropy.mean(),
-            "losses/approx_kl": (ratio - 1 - logratio).mean(),
+            "losses/approx_kl": (ratio - 1 - logratio).mean(),  # joschu.net/blog/kl-approx.html
             "losses/clipfrac": (ratio != clipped_ratio).float().mean(),
         }
 
-    # What loss.backward() does, in a form that torch.compile takes into its graph
-    parameters = [x for x in agent.parameters() if x.requires_grad]
-    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+    loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # detail 11
+    metrics["losses/grad_norm"] = grad_norm
     optimizer.step()
     return metrics
 
@@ -278,14 +285,13 @@ def load_checkpoint(folder: str | Path) -> dict:
 
 def evaluate(args: Args, folder: str | Path) -> float:
     """Play episodes with the run's checkpoint; return their mean raw return, nan if none ends."""
-    set_up_torch(args)
     videos = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S}") if args.capture_video else None
     envs = make_envs(args, 1, videos)
     agent = Agent(envs, args.bf16).to(args.device).eval()
     agent.load_state_dict(load_checkpoint(folder)["agent"])
     rng = None if args.eval_greedy else np.random.default_rng(args.seed)
     returns = []
-    obs, _ = envs.reset(seed=args.seed)
+    obs, _ = envs.reset(seed=args.seed + 10**9)  # other episodes than the training's
     for _ in range(30_000 * args.eval_episodes):  # some episodes never end
         obs, _, _, _, infos = envs.step(agent.act(obs, rng))
         if "episode_stats" in infos:
@@ -309,7 +315,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     `report(global_step, mean_return)` is called; if it returns True, the run is saved and ends.
     """
     set_up_torch(args)
-    torch._dynamo.config.trace_autograd_ops = True  # autograd.grad within one compiled graph
+    torch._dynamo.config.trace_autograd_ops = True  # backward() within a compiled graph
     gradient_step = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args.bf16).to(args.device)
@@ -349,7 +355,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     # A rollout, in NumPy, as the environments are
     shape = (args.num_steps, args.num_envs)
     obs = np.zeros((*shape, *envs.single_observation_space.shape), np.uint8)
-    real_next_obs = np.zeros_like(obs)  # where an episode ends its last, not the next one's first
+    real_next_obs = np.zeros_like(obs)  # at an episode's end its last, not the next one's first
     actions = np.zeros(shape, np.int64)
     rewards = np.zeros(shape, np.float32)
     terminations = np.zeros(shape, bool)
@@ -381,7 +387,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         dones = terminations | truncations
         global_step += batch_size
 
-        # Values. After a truncation, the next one is that of the episode's last observation
+        # Values, before the update; after a truncation, the next is of the last observation
         b_obs = flatten(obs)
         b_next_obs = flatten(real_next_obs)
         b_actions = flatten(actions)
@@ -390,9 +396,9 @@ def train(args: Args, report: Callable | None = None) -> float:
             values = b_values.view(shape).numpy(force=True)
             next_values = agent.get_value(b_next_obs).view(shape).numpy(force=True)
 
-        # Generalized advantage estimation (arXiv:1506.02438, equation 16; detail 5)
+        # Generalized advantage estimation within episodes (arXiv:1506.02438, eq. 16; detail 5)
         # Only the signs of rewards count (detail 19)
-        deltas = np.sign(rewards) + args.gamma * next_values * ~terminations - values
+        deltas = np.sign(rewards) + args.gamma * np.where(terminations, 0, next_values) - values
         advantages = np.zeros_like(rewards)
         advantage = 0.0
         for t in reversed(range(args.num_steps)):
@@ -404,22 +410,23 @@ def train(args: Args, report: Callable | None = None) -> float:
         # Update (detail 6)
         batch = (b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values)
         metrics = defaultdict(list)
-        optimizer.zero_grad()  # or Adam would repeat the last gradient of what is frozen by now
         for _ in range(args.update_epochs):
             permutation = torch.as_tensor(rng.permutation(batch_size), device=args.device)
             for indices in permutation.chunk(args.num_minibatches):
-                for name, x in gradient_step(agent, optimizer, batch, indices, args).items():
+                optimizer.zero_grad()  # here, as a compiled update can't
+                step_metrics = gradient_step(agent, optimizer, batch, indices, args)
+                for name, x in step_metrics.items():
                     metrics[name].append(x.clone())  # CUDA graphs reuse x
             kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
             if args.target_kl is not None and kls.mean() > args.target_kl:
                 break
-        grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # clips nothing
-        if not 0 < grad_norm < np.inf:  # 0: backward() with --compile
-            raise FloatingPointError(f"the gradient is 0, infinite or nan before {global_step=}")
+        gradients = [x.grad for x in agent.parameters() if x.grad is not None]
+        if not 0 < nn.utils.get_total_norm(gradients) < np.inf:  # 0: zero_grad() within update
+            raise FloatingPointError(f"a gradient of 0, inf or nan before {global_step=}")
 
         # Log
         scalars = {name: torch.stack(x).mean() for name, x in metrics.items()}
-        scalars["losses/explained_variance"] = 1 - b_advantages.var() / b_returns.var()
+        scalars["losses/explained_variance"] = 1 - (b_returns - b_values).var() / b_returns.var()
         scalars["losses/minibatches"] = len(metrics["losses/approx_kl"])
         scalars["charts/learning_rate"] = learning_rate
         scalars["charts/SPS"] = iteration * batch_size / (time.time() - start_time)
@@ -457,11 +464,11 @@ def train(args: Args, report: Callable | None = None) -> float:
 if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
-        if (
-            folder := args.resume or args.evaluate
-        ):  # parse again: the run's arguments are the defaults
+        folder = args.resume or args.evaluate
+        if folder:  # parse again: the run's arguments are the defaults
             args = tyro.cli(Args, default=Args(**load_checkpoint(folder)["args"]))
         if args.evaluate is not None:
+            set_up_torch(args)
             evaluate(args, args.evaluate)
         else:
             train(args)
