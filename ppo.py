@@ -75,10 +75,10 @@ class Args:
     anneal_lr: bool = True  # let the learning rate fall to 0 linearly
     gamma: float = 0.999  # discount factor
     gae_lambda: float = 0.98  # lambda of generalized advantage estimation
-    norm_adv: bool = True  # normalize the advantages of each minibatch
+    norm_adv: bool = False  # normalize the advantages of each minibatch
     clip_coef: float = 0.2  # clip the probability ratio to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = False  # clip the move of a value from its old estimate to +-clip_coef
-    ent_coef: float = 0.01  # weight of the entropy bonus
+    ent_coef: float = 0.002  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
     target_kl: float | None = None  # no more epochs in this iteration after a mean KL above this

@@ -19,8 +19,21 @@ from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 COMMON = {"gamma": 0.99, "gae_lambda": 0.95, "vf_coef": 0.5, "max_grad_norm": 0.5, "seed": 1}
 CARTPOLE = {"n_steps": 128, "n_epochs": 4, "ent_coef": 0.01, "learning_rate": 2.5e-4}
 HALFCHEETAH = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4}
+# Our defaults, which don't clip values.
+CARTPOLE_16 = CARTPOLE | {"batch_size": 64, "n_epochs": 10, "learning_rate": 1e-3, "gamma": 0.999}
+CARTPOLE_16 |= {"gae_lambda": 0.98, "clip_range_vf": None}
+HALFCHEETAH_64 = HALFCHEETAH | {"n_steps": 32, "learning_rate": 4e-4, "max_grad_norm": 5.0}
+HALFCHEETAH_64 |= {"normalize_advantage": False, "clip_range_vf": None}
 RECURRENT = {"n_steps": 32, "batch_size": 256, "n_epochs": 20, "learning_rate": 1e-3}
 RECURRENT |= {"gamma": 0.98, "gae_lambda": 0.8, "clip_range": 0.2}
+CASES = {  # number of environments, whether they are normalized, settings
+    "CartPole-v1": (4, False, CARTPOLE | {"batch_size": 128}),
+    "CartPole-v1, 64": (64, False, CARTPOLE | {"batch_size": 2048}),
+    "CartPole-v1, defaults": (16, True, CARTPOLE_16),
+    "HalfCheetah-v5": (1, True, HALFCHEETAH),
+    "HalfCheetah-v5, defaults": (64, True, HALFCHEETAH_64),
+    "ALE/Breakout-v5": (8, False, CARTPOLE | {"batch_size": 256}),
+}
 
 
 class Clock(BaseCallback):
@@ -36,26 +49,24 @@ class Clock(BaseCallback):
         return True
 
 
-def make(name: str, folder: str) -> PPO:
-    """The peer with the settings of the script for an environment, "NAME" or "NAME, 64"."""
-    env_id, number = name.split(",")[0], 64 if "64" in name else 4
-    settings, policy, clip = CARTPOLE | {"batch_size": 32 * number}, "MlpPolicy", 0.2
+def make(case: str, folder: str) -> PPO:
+    """The peer with the settings of the script in a case."""
+    number, is_normalized, settings = CASES[case]
+    env_id, policy, clip = case.split(",")[0], "MlpPolicy", 0.2
     if env_id == "ALE/Breakout-v5":  # frames are skipped by its wrapper, as ours by ALE
         import ale_py
 
         gym.register_envs(ale_py)
         kwargs = {"frameskip": 1, "repeat_action_probability": 0.0}
-        envs = VecFrameStack(make_atari_env(env_id, 8, seed=1, env_kwargs=kwargs), 4)
-        settings, policy, clip = CARTPOLE | {"batch_size": 256}, "CnnPolicy", 0.1
+        envs = VecFrameStack(make_atari_env(env_id, number, seed=1, env_kwargs=kwargs), 4)
+        policy, clip = "CnnPolicy", 0.1
     else:
         torch.set_num_threads(1)  # the fastest for a small network
-        if env_id == "HalfCheetah-v5":
-            envs, settings = VecNormalize(make_vec_env(env_id, 1, seed=1)), HALFCHEETAH
-        else:
-            envs = make_vec_env(env_id, number, seed=1)
+        envs = make_vec_env(env_id, number, seed=1)
     rate = settings["learning_rate"]
-    settings = COMMON | settings | {"learning_rate": lambda left: left * rate}
-    settings |= {"clip_range": clip, "clip_range_vf": clip}
+    settings = COMMON | {"clip_range": clip, "clip_range_vf": clip} | settings
+    settings["learning_rate"] = lambda left: left * rate
+    envs = VecNormalize(envs) if is_normalized else envs
     return PPO(policy, envs, **settings, device="cpu", tensorboard_log=folder)
 
 

@@ -2,16 +2,15 @@
 
     python benchmark/plot.py
 
-curves.png has the mean return of the last 100 training episodes, over the seeds, with a bootstrap
-interval of 95%; intervals.png the interquartile mean over the MuJoCo tasks, with a stratified
-bootstrap interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
+curves.png has the mean return of the training episodes, over the seeds, with a bootstrap interval
+of 95%; intervals.png the interquartile mean over the MuJoCo tasks, with a stratified bootstrap
+interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
 """
 
 from collections import defaultdict
 
 import matplotlib.pyplot as plt
 import numpy as np
-import pandas as pd
 from report import PUBLISHED, best, rows_of
 from rliable import library, metrics, plot_utils
 from run import RESULTS, Run, runs_of
@@ -20,32 +19,22 @@ RESAMPLES = 2000
 LINES = {"CleanRL": "CleanRL, in training", "Tianshou": "Tianshou, greedy, best evaluation"}
 
 
-def last_hundred(parts: pd.DataFrame) -> float:
-    """The mean return of the last 100 episodes, those of a part by its mean; nan if none ended."""
-    before = parts.episodes[::-1].cumsum()[::-1] - parts.episodes  # how many ended after the part
-    return np.average(parts["return"], weights=parts.episodes.clip(upper=(100 - before).clip(0)))
+def curves_of(run: Run, seeds: range) -> tuple[np.ndarray, np.ndarray]:
+    """Steps, (parts,), and each seed's mean return before them, (seeds, parts).
 
-
-def curves_of(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """The steps, (50,), and each seed's mean of its last 100 returns there, (seeds, 50).
-
-    Not the mean of each part alone: none but short episodes end soon after a checkpoint.
+    Where no episode ended in a part, it is that of the part before; nan at the beginning.
     """
-    curves = rows_of(run, runs_of("main")[run], "curves.csv")
-    steps = np.linspace(curves.step.max() / 50, curves.step.max(), 50)
-    returns = [
-        [last_hundred(x) if len(x := seed[seed.step < step + 1]) else np.nan for step in steps]
-        for _, seed in curves.groupby("seed")
-    ]
-    return steps, np.array(returns)
+    parts = rows_of(run, seeds, "curves.csv").pivot(index="seed", columns="step", values="return")
+    return parts.columns.to_numpy(), parts.ffill(axis=1).to_numpy()
 
 
 def draw_curves() -> None:
     """One small plot a task, with the greedy evaluations as dots, published figures as lines."""
-    runs, legend = list(runs_of("main")), {}
+    runs = {x: seeds for x, seeds in runs_of("classic", "main").items() if len(rows_of(x, seeds))}
+    legend = {}
     figure, axes = plt.subplots(-(-len(runs) // 4), 4, figsize=(12, 9.6), layout="constrained")
-    for axis, run in zip(axes.flat, runs, strict=False):
-        steps, returns = curves_of(run)
+    for axis, (run, seeds) in zip(axes.flat, runs.items(), strict=False):
+        steps, returns = curves_of(run, seeds)
         np.random.seed(0)  # rliable draws from NumPy's global generator
         mean, interval = library.get_interval_estimates(
             {run: returns[:, None, :]},  # seeds, tasks, steps
@@ -54,7 +43,7 @@ def draw_curves() -> None:
         )
         axis.plot(steps / 1e6, mean[run], color="tab:blue", label="ours, in training")
         axis.fill_between(steps / 1e6, *interval[run], alpha=0.25, linewidth=0)
-        greedy = rows_of(run, runs_of("main")[run]).greedy.mean()
+        greedy = rows_of(run, seeds).greedy.mean()
         axis.plot(steps[-1] / 1e6, greedy, "o", color="tab:blue", label="ours, greedy, at the end")
         for style, (who, figures) in zip((":", "--"), PUBLISHED.items(), strict=True):
             if run.env_id in figures:
@@ -81,7 +70,7 @@ def draw_intervals() -> None:
     columns = defaultdict(list)
     for run, seeds in runs_of("main").items():
         if run.env_id in PUBLISHED["Tianshou"]:
-            _, returns = curves_of(run)
+            _, returns = curves_of(run, seeds)
             low = np.mean([x[np.isfinite(x)][0] for x in returns])  # however late
             high, rows = PUBLISHED["Tianshou"][run.env_id][0], rows_of(run, seeds)
             for name, reached in {"at the end": rows.greedy, "best evaluation": best(rows)}.items():

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
 import pandas as pd
 from run import LISTS, RESULTS, ROOT, Run, label, runs_of
 
@@ -49,10 +50,16 @@ SHORT = ["script", "steps", "seeds", "training", "greedy", *EVERYTHING[-2:]]
 PEERS = ["CleanRL", "LeanRL", "Stable-Baselines3"]
 SHORT_SPEEDS = [  # case, who, name in the table
     ("CartPole-v1", "ppo.py", "CartPole-v1, 4 environments"),
-    ("HalfCheetah-v5", "ppo_continuous.py (canonical)", "HalfCheetah-v5, one environment"),
+    ("CartPole-v1, defaults", "ppo.py", "CartPole-v1, 16 environments"),
+    ("HalfCheetah-v5", "ppo_continuous.py", "HalfCheetah-v5, one environment"),
     ("ALE/Breakout-v5", "ppo_atari.py", "ALE/Breakout-v5"),
     ("ALE/Breakout-v5", "ppo_atari.py --bf16", "ALE/Breakout-v5, `--bf16`"),
 ]
+VERSION_2 = {  # its flags of the runs that version 3 is compared with
+    "ppo.py": "",
+    "ppo_continuous.py": "--compile --eval-checkpoints",
+    "ppo_atari.py": "--bf16 --total-timesteps 500000",
+}
 
 
 @cache
@@ -69,8 +76,9 @@ def rows_of(run: Run, seeds: range, name: str = "runs.csv") -> pd.DataFrame:
 
 def mean_and_spread(x: pd.Series) -> str:
     """The mean and, of several numbers, the sample standard deviation."""
-    spread = f" ± {x.std():.1f}" if len(x) > 1 else ""
-    return f"{x.mean():.1f}{spread}" if len(x) else ""
+    digits = 2 if x.abs().max() < 2 else 1
+    spread = f" ± {x.std():.{digits}f}" if len(x) > 1 else ""
+    return f"{x.mean():.{digits}f}{spread}" if len(x) else ""
 
 
 def best(rows: pd.DataFrame) -> pd.Series:
@@ -80,8 +88,8 @@ def best(rows: pd.DataFrame) -> pd.Series:
 
 
 def published(who: str, run: Run) -> str:
-    """What others report of an environment after as many steps."""
-    figures = PUBLISHED[who].get(run.env_id) if "timesteps" not in run.flags else None
+    """What others report of an environment."""
+    figures = PUBLISHED[who].get(run.env_id)
     return "{} ± {}".format(*figures) if figures else ""
 
 
@@ -90,8 +98,8 @@ def table(rows: list[dict[str, str]]) -> str:
     return pd.DataFrame(rows).fillna("").to_markdown(index=False, disable_numparse=True)
 
 
-def results(name: str, *columns: str) -> str:
-    """The table of a list of runs.toml, with these columns beside the environment."""
+def results(names: list[str], *columns: str) -> str:
+    """The table of lists of runs.toml, with these columns beside the environment."""
     cells: dict[str, Callable[[Run, pd.DataFrame], str]] = {
         "script": lambda run, rows: f"`{run.script}`",
         "command": lambda run, rows: f"`{label(run.script, run.flags)}`",
@@ -100,14 +108,14 @@ def results(name: str, *columns: str) -> str:
         "training": lambda run, rows: mean_and_spread(rows.score),
         "lowest .. highest": lambda run, rows: f"{rows.score.min():.1f} .. {rows.score.max():.1f}",
         "greedy": lambda run, rows: mean_and_spread(rows.greedy),
-        "best": lambda run, rows: mean_and_spread(best(rows)) if "eval-ch" in run.flags else "",
+        "best": lambda run, rows: mean_and_spread(best(rows)) if "interval" in run.flags else "",
         "minutes": lambda run, rows: f"{rows.wall_clock_s.median() / 60:.1f}",
         "commit": lambda run, rows: ", ".join(rows.commit.str[:7].unique()),
         "CleanRL, training": lambda run, rows: published("CleanRL", run),
         "Tianshou, best greedy": lambda run, rows: published("Tianshou", run),
     }
     lines = []
-    for run, seeds in runs_of(name).items():
+    for run, seeds in runs_of(*names).items():
         if len(rows := rows_of(run, seeds)):
             line = {"environment": run.env_id}
             lines.append(line | {x: cells[x](run, rows) for x in columns})
@@ -129,15 +137,17 @@ def ablation(name: str) -> str:
 
 
 def versions() -> str:
-    """Version 2 beside 1.0 at the defaults, on the same seeds: what is on file of both."""
+    """Version 3 beside 2 at the defaults, on the seeds that are on file of both."""
     lines = []
-    for run, seeds in runs_of("main").items():
-        new, old = (rows_of(run, seeds, name) for name in ("runs.csv", "runs-1.0.csv"))
-        if len(new) == len(old):
+    for run, seeds in runs_of("classic", "compare", "pong").items():
+        before = run._replace(flags=VERSION_2[run.script])
+        new, old = rows_of(run, seeds), rows_of(before, seeds, "runs-2.csv")
+        pair = {3: new[new.seed.isin(old.seed)], 2: old[old.seed.isin(new.seed)]}
+        if len(pair[3]):
             line = {"environment": run.env_id}
+            line |= {f"steps, {x}": f"{rows.steps.iloc[0]:,}" for x, rows in pair.items()}
             for key, name in {"score": "training", "greedy": "greedy"}.items():
-                line |= {f"{name}, 2": mean_and_spread(new[key])}
-                line |= {f"{name}, 1.0": mean_and_spread(old[key])}
+                line |= {f"{name}, {x}": mean_and_spread(y[key]) for x, y in pair.items()}
             lines.append(line)
     return table(lines)
 
@@ -180,13 +190,24 @@ def short_speeds() -> str:
         line = {"": name}
         for flag, prefix in {"": "", " --compile": "`--compile`: "}.items():
             found = newest(case, who + flag)
-            line[f"{prefix}steps/s"] = found["steps/s"]
+            line[f"{prefix}steps/s"] = found.get("steps/s", "")
             for peer in PEERS:
-                if found[f"of {peer}'s"] and (flag or peer != "LeanRL"):  # whose is compiled
+                if found.get(f"of {peer}'s") and (flag or peer != "LeanRL"):  # whose is compiled
                     median = float(found[f"of {peer}'s"].split()[0])
                     line[f"{prefix}of {peer}'s"] = f"{median:.1f}"
         lines.append(line)
     return table(lines)
+
+
+def solved() -> str:
+    """Seconds until a task is solved: the median of the seeds, by who learns it."""
+    frame, lines = load("solved.csv"), {}
+    for (case, goal, who), rows in frame.groupby(["case", "goal", "who"], sort=False):
+        median = rows.seconds.fillna(np.inf).median()
+        line = lines.setdefault(case, {"": case, "solved at": f"{goal:g}"})
+        unsolved = f"not in {rows.steps.max():,} steps"
+        line[who] = f"{median:.0f}" if np.isfinite(median) else unsolved
+    return table([*lines.values()])
 
 
 def sources() -> str:
@@ -221,18 +242,20 @@ def searches() -> str:
 
 
 TABLES = {
-    "main-short": lambda: results("main", *SHORT),
-    "main": lambda: results("main", *EVERYTHING),
+    "main-short": lambda: results(["classic", "main"], *SHORT),
+    "main": lambda: results(["classic", "main"], *EVERYTHING),
     "ablation": lambda: ablation("ablation"),
-    "held-out": lambda: results("held-out", *EVERYTHING[:-1]),
-    "experiments": lambda: results("experiments", *FIGURES, "minutes", "commit"),
-    "memory": lambda: results("memory", *FIGURES, "minutes", "commit"),
+    "held-out": lambda: results(["held-out"], *EVERYTHING[:-1]),
+    "sparse": lambda: results(["sparse"], *FIGURES, "minutes", "commit"),
+    "experiments": lambda: results(["experiments"], *FIGURES, "minutes", "commit"),
+    "memory": lambda: results(["memory"], *FIGURES, "minutes", "commit"),
     "versions": versions,
     "speed": speeds,
     "speed-short": short_speeds,
+    "solved": solved,
     "sources": sources,
     "gpu": gpu,
-    "tuned": lambda: results("tuned", *FIGURES, "commit"),
+    "tuned": lambda: results(["tuned"], *FIGURES, "commit"),
     "searches": searches,
 }
 
@@ -240,8 +263,8 @@ TABLES = {
 def renewed(text: str) -> str:
     """The text with its tables made anew. Raises `KeyError` for one that isn't in `TABLES`."""
     return re.sub(
-        r"(<!-- table: (\S+) -->\n)(?:\|.*\n)*",
-        lambda match: f"{match[1]}{TABLES[match[2]]()}\n",
+        r"(<!-- table: (\S+) -->)(?:\n\|.*)*",
+        lambda match: f"{match[1]}\n{TABLES[match[2]]()}".strip(),
         text,
     )
 

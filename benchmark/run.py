@@ -4,10 +4,10 @@
     python benchmark/run.py main --jobs 2
 
 Every run is one process of a script, with the command that is recorded beside its result in
-benchmark/results/runs.csv. Its learning curve goes to curves.csv: the mean return of the episodes
-that ended in each fiftieth of the steps. What is on file is not run again, and what was stopped on
-the way goes on from its checkpoint in runs/benchmark. The wall-clock time, from the first event on,
-means little where several jobs share a machine.
+benchmark/results/runs.csv. Its learning curve goes to curves.csv: the mean return in each fiftieth
+of the steps, in which iterations count alike, however many episodes ended in them. What is on file
+is not run again, and what was stopped on the way goes on from its checkpoint in runs/benchmark. The
+wall-clock time, from the first event on, means little where several jobs share a machine.
 """
 
 import csv
@@ -39,7 +39,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark/results"
 LISTS = tomllib.loads((ROOT / "benchmark/runs.toml").read_text())
-CANONICAL = LISTS["settings"]["canonical"]
+HUANG = {f"({x})": LISTS["settings"][x] for x in ("canonical", "cleanrl")}  # of Huang et al. (2022)
 MODULES = {"third_party": "benchmark", "probe_envs": "tests"}  # of environments, and where they are
 LOCK = Lock()
 
@@ -63,11 +63,13 @@ class Run(NamedTuple):
 
 def label(script: str, flags: str) -> str:
     """A script with flags, in short."""
-    return f"{script} {flags.replace(CANONICAL, '(canonical)')}".strip()
+    for name, settings in HUANG.items():
+        flags = flags.replace(settings, name)
+    return f"{script} {flags}".strip()
 
 
-def runs_of(table: str) -> dict[Run, range]:
-    """The runs of a table of runs.toml, and their seeds."""
+def runs_of(*tables: str) -> dict[Run, range]:
+    """The runs of tables of runs.toml, and their seeds."""
     settings = {
         name: Template(x).safe_substitute(LISTS["settings"])
         for name, x in LISTS["settings"].items()
@@ -76,6 +78,7 @@ def runs_of(table: str) -> dict[Run, range]:
         Run(entry["script"], env_id, Template(flags).substitute(settings)): range(
             entry["seeds"][0], entry["seeds"][1] + 1
         )
+        for table in tables
         for entry in LISTS[table]
         for flags in entry.get("flags", [""])
         for env_id in entry["env_ids"]
@@ -117,7 +120,7 @@ def append(name: str, rows: list[dict]) -> None:
     """Append rows to a results file, under a header."""
     path = RESULTS / name
     new = not path.exists()
-    if not new and [*read(name)[0]] != [*rows[0]]:
+    if not new and path.open().readline().strip().split(",") != [*rows[0]]:
         raise ValueError(f"{path} has other columns: move it away")
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
@@ -134,13 +137,12 @@ def events_of(folder: Path) -> EventAccumulator:
 
 
 def curve(returns: list[ScalarEvent], steps: int) -> Iterator[dict[str, float]]:
-    """The mean return and number of the episodes in each fiftieth of a run."""
+    """The mean return in each fiftieth of a run in which an episode ended."""
     part = steps / 50
     for i in range(50):
         values = [x.value for x in returns if i * part < x.step <= (i + 1) * part]
         if values:
-            mean = round(float(np.mean(values)), 2)
-            yield {"step": round((i + 1) * part), "return": mean, "episodes": len(values)}
+            yield {"step": round((i + 1) * part), "return": round(float(np.mean(values)), 2)}
 
 
 def train(run: Run, seed: int) -> None:
@@ -168,16 +170,19 @@ def train(run: Run, seed: int) -> None:
     if done.returncode:
         raise RuntimeError(f"{command} failed:\n{done.stderr}")
     print(done.stdout.strip(), flush=True)
-    last_line = r"return (\S+) over the last (\d+) episodes; (\S+)"
-    score, episodes, name = re.search(last_line, done.stdout).groups()
-    events = events_of(folder / name)
+    (finished,) = folder.glob("runs/*/checkpoint.pt")
+    last_returns = torch.load(finished, weights_only=True)["last_returns"]
+    events = events_of(finished.parent)
     speeds, returns = (events.Scalars(f"charts/{x}") for x in ("SPS", "episodic_return"))
-    greedy = [round(x.value, 1) for x in events.Scalars("eval/return")]
-    spread = re.findall(r"^evaluated at \S+ ± (\S+)", done.stdout, re.MULTILINE)
+    greedy = [round(x.value, 3) for x in events.Scalars("eval/return")]
+    spread = re.findall(
+        r"^(?:evaluated at \S+ \+- (\S+)|no episode ended)", done.stdout, re.MULTILINE
+    )
     times = sorted(x.wall_time for x in (*speeds, *events.Scalars("eval/return")))
     gaps = np.diff([events.FirstEventTimestamp(), *times])
     steps = speeds[-1].step
-    row = run._asdict() | {"seed": seed, "score": score, "episodes": episodes, "steps": steps}
+    row = run._asdict() | {"seed": seed, "score": round(float(np.mean(last_returns)), 3)}
+    row |= {"episodes": len(last_returns), "steps": steps}
     row |= {"greedy": greedy[-1], "greedy_std": spread[-1]}
     row["evaluations"] = " ".join(str(x) for x in greedy)  # the last at the end
     row["wall_clock_s"] = round(gaps[gaps < 600].sum(), 1)  # without long pauses

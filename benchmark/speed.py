@@ -2,7 +2,8 @@
 
     pip install -r benchmark/requirements.txt envpool==1.2.5
     python benchmark/speed.py peers --sb3 /tmp/sb3 --cleanrl /tmp/cleanrl --leanrl /tmp/leanrl
-    git worktree add /tmp/before 36ac8bd && python benchmark/speed.py before --folder /tmp/before
+    python benchmark/speed.py solved --cleanrl /tmp/cleanrl --rounds 3
+    git worktree add /tmp/before 5d58015 && python benchmark/speed.py before --folder /tmp/before
     python benchmark/speed.py sources
     python benchmark/speed.py slow
     python benchmark/speed.py gpu
@@ -15,7 +16,8 @@
     git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl/repo  # measured: commit fe8d8a0
     python -m venv /tmp/cleanrl/venv
     /tmp/cleanrl/venv/bin/pip install torch==2.13.0 gymnasium==0.29.1 "numpy<2" tyro tensorboard \
-        mujoco==3.10.0 imageio opencv-python-headless ale-py==0.8.1 "shimmy[atari]==1.3.0"
+        mujoco==3.10.0 imageio opencv-python-headless ale-py==0.8.1 "shimmy[atari]==1.3.0" \
+        box2d==2.3.10 pygame
     cp .venv/lib/python3.11/site-packages/ale_py/roms/breakout.bin \
         /tmp/cleanrl/venv/lib/python3.11/site-packages/ale_py/roms  # this ale-py has no games
     git clone https://github.com/meta-pytorch/LeanRL /tmp/leanrl/repo  # measured: commit 20bfe67
@@ -23,9 +25,11 @@
     /tmp/leanrl/venv/bin/pip install torch==2.13.0 tensordict==0.13.0 gymnasium==0.29.1 "numpy<2" \
         mujoco==3.10.0 tyro tqdm wandb imageio tensorboard
 
-Nothing else should run on the machine. All of a case take turns, with the same hyper-parameters.
-Ours are timed in the second half of a run, Stable-Baselines3's after its first iteration, the rest
-as they print it, so that neither imports nor compilation count. Rows go to results/speed.csv.
+Nothing else should run on the machine. All of a case take turns. `solved` has scripts at their own
+defaults: seconds from a process's start until the mean of the last 100 episodes' returns is at a
+figure, in results/solved.csv. The other tables have steps a second at equal hyper-parameters, in
+results/speed.csv: ours are timed in the second half of a run, Stable-Baselines3's after its first
+iteration, the rest as they print it, so that neither imports nor compilation count.
 """
 
 import os
@@ -34,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -45,53 +50,118 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from run import CANONICAL, ROOT, append, events_of, label, provenance
+from run import LISTS, ROOT, append, events_of, label, provenance
 
 # bfloat16 says nothing about a script on a processor without units for it.
 BF16 = ["--bf16", "--bf16 --compile"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else []
-CLEANRL_HALFCHEETAH = "ppo_continuous_action.py --env-id HalfCheetah-v4 --total-timesteps 16384"
+CLEANRL_HALFCHEETAH = "ppo_continuous_action.py --env-id HalfCheetah-v4"
 LEANRL_HALFCHEETAH = "ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --no-cuda"
 LEANRL_HALFCHEETAH += " --compile --total-timesteps 40960"
 ARRAYS, ENVPOOL = (
     f"--vectorization vector_entry_point --env-id variants.fast_envs:{source}/"
     for source in ("Arrays", "EnvPool")
 )
+CARTPOLE, HALFCHEETAH = "ppo.py --env-id CartPole-v1", "ppo_continuous.py --env-id HalfCheetah-v5"
+BREAKOUT = "ppo_atari.py --env-id ALE/Breakout-v5 --total-timesteps 8192"
+CANONICAL, CLEANRL = (LISTS["settings"][x] for x in ("canonical", "cleanrl"))
+# ppo.py's and ppo_continuous.py's defaults, for who has others; these have no KL target.
+LIKE_PPO = "--num-envs 16 --num-minibatches 32 --update-epochs 10 --learning-rate 1e-3"
+LIKE_PPO += " --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss"
+LIKE_CONTINUOUS = "--num-envs 64 --num-steps 32 --learning-rate 4e-4 --max-grad-norm 5"
+LIKE_CONTINUOUS += " --no-norm-adv --no-clip-vloss"
+NO_KL = "--target-kl None"
 MEMORY = "variants/ppo_recurrent.py --mask-velocity --total-timesteps 12800 --num-envs 8"
 MEMORY += " --num-steps 32 --num-minibatches 1 --update-epochs 20 --learning-rate 1e-3"
-MEMORY += " --gamma 0.98 --gae-lambda 0.8 --ent-coef 0"
+MEMORY += " --gamma 0.98 --gae-lambda 0.8 --ent-coef 0 --no-clip-vloss"
 PEERS = {  # case: our script, its runs, Stable-Baselines3's steps, CleanRL's script
     "CartPole-v1": (
-        "ppo.py --env-id CartPole-v1 --total-timesteps 102400",
+        f"{CARTPOLE} {CLEANRL} --total-timesteps 102400",
         ["", "--compile"],
         25_600,
         "ppo.py --total-timesteps 25600",
     ),
     "CartPole-v1, 64": (
-        "ppo.py --env-id CartPole-v1 --num-envs 64 --total-timesteps 819200",
+        f"{CARTPOLE} {CLEANRL} --num-envs 64 --total-timesteps 819200",
         ["--compile", f"--compile {ARRAYS}CartPole-v1", f"--compile {ENVPOOL}CartPole-v1"],
         81_920,
         "ppo.py --num-envs 64 --total-timesteps 163840",
     ),
+    "CartPole-v1, defaults": (
+        CARTPOLE,
+        ["", "--compile"],
+        40_960,
+        f"ppo.py {LIKE_PPO} --total-timesteps 40960",
+    ),
     "HalfCheetah-v5": (
-        "ppo_continuous.py --env-id HalfCheetah-v5 --total-timesteps 24576",
-        [CANONICAL, f"{CANONICAL} --compile"],
+        f"{HALFCHEETAH} {CANONICAL} --total-timesteps 24576",
+        ["", "--compile"],
         16_384,
-        CLEANRL_HALFCHEETAH,
+        f"{CLEANRL_HALFCHEETAH} --total-timesteps 16384",
     ),
     "HalfCheetah-v5, defaults": (
-        "ppo_continuous.py --env-id HalfCheetah-v5 --total-timesteps 65536",
-        ["", "--compile", f"--compile {ENVPOOL}HalfCheetah-v5"],
-        None,  # nobody else has these hyper-parameters
-        None,
+        f"{HALFCHEETAH} --total-timesteps 65536",
+        [
+            "",
+            "--compile",
+            NO_KL,
+            f"{NO_KL} --compile",
+            f"--compile {ENVPOOL}HalfCheetah-v5",
+        ],
+        32_768,
+        f"{CLEANRL_HALFCHEETAH} {LIKE_CONTINUOUS} --total-timesteps 32768",
     ),
     "CartPole-v1 without velocities": (MEMORY, [""], 12_800, None),
     "ALE/Breakout-v5": (
-        "ppo_atari.py --env-id ALE/Breakout-v5 --total-timesteps 8192",
+        BREAKOUT,
         ["", "--compile", *BF16],
         8192,
         "ppo_atari.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 8192",
     ),
 }
+NO_RECOMPUTING = "--no-recompute-advantages"
+BEFORE = {  # case: our script, its flags in version 2, and now
+    "CartPole-v1": (
+        CARTPOLE,
+        "--total-timesteps 102400",
+        f"{CLEANRL} --total-timesteps 102400",
+    ),
+    "CartPole-v1, defaults": (CARTPOLE, f"{LIKE_PPO} --total-timesteps 100000", ""),
+    "HalfCheetah-v5": (
+        f"{HALFCHEETAH} --total-timesteps 24576",
+        CANONICAL.replace("--log-std-max 20", NO_RECOMPUTING),
+        CANONICAL,
+    ),
+    "HalfCheetah-v5, defaults": (
+        f"{HALFCHEETAH} {NO_KL} --total-timesteps 65536",
+        NO_RECOMPUTING,
+        "",
+    ),
+    "CartPole-v1 without velocities": (MEMORY, "", ""),
+    "ALE/Breakout-v5": (BREAKOUT, "", ""),
+}
+LANDER = f"ppo.py --env-id LunarLander-v3 {LISTS['settings']['lunar_lander']}"
+CAR = f"ppo.py --env-id MountainCar-v0 {LISTS['settings']['mountain_car']}"
+SOLVED = {  # task: the return that solves it, our script, and CleanRL's at its own defaults
+    "CartPole": (475, CARTPOLE, "ppo.py --env-id CartPole-v1"),
+    "LunarLander": (200, LANDER, "ppo.py --env-id LunarLander-v2"),
+    "HalfCheetah": (1443, HALFCHEETAH, CLEANRL_HALFCHEETAH),
+    "MountainCar": (-110, CAR, "ppo.py --env-id MountainCar-v0"),
+    "Hopper": (
+        2000,
+        "ppo_continuous.py --env-id Hopper-v5",
+        "ppo_continuous_action.py --env-id Hopper-v4",
+    ),
+}
+# Trains our script, and prints the mean of the last 100 returns after each iteration.
+DRIVER = """
+import importlib, sys, tyro
+
+script = importlib.import_module(sys.argv[1])
+script.train(
+    tyro.cli(script.Args, args=sys.argv[2:]),
+    lambda step, mean: print(f"global_step={step}, mean_return={mean}", flush=True),
+)
+"""
 NUMBERS = [1, 4, 16, 64, 256]
 SOURCES = {  # environment: script, sources, steps in a rollout, steps in a minibatch
     "CartPole-v1": (
@@ -104,16 +174,16 @@ SOURCES = {  # environment: script, sources, steps in a rollout, steps in a mini
 }
 GPU = {  # case: our script, its runs
     "ALE/Breakout-v5, 8": (
-        "ppo_atari.py --total-timesteps 16384",
+        "ppo_atari.py --device cuda --total-timesteps 16384",
         ["", "--compile", "--bf16 --compile"],
     ),
     "ALE/Breakout-v5, 64": (
-        "ppo_atari.py --num-envs 64 --total-timesteps 65536",
+        "ppo_atari.py --device cuda --num-envs 64 --total-timesteps 65536",
         ["", "--bf16 --compile"],
     ),
     "HalfCheetah-v5, defaults": (
-        "ppo_continuous.py --total-timesteps 16384",
-        ["--device cuda", "--device cuda --compile"],
+        "ppo_continuous.py --device cuda --total-timesteps 16384",
+        ["", "--compile"],
     ),
 }
 Timed = Callable[[], dict[str, float]]  # a run, which returns its figures
@@ -123,9 +193,9 @@ Timed = Callable[[], dict[str, float]]  # a run, which returns its figures
 class Args:
     """Measure speed."""
 
-    table: tyro.conf.Positional[Literal["peers", "before", "sources", "slow", "gpu"]]
+    table: tyro.conf.Positional[Literal["peers", "before", "solved", "sources", "slow", "gpu"]]
     only: str = ""  # cases whose name begins with this
-    rounds: int = 5  # alternations; the median counts
+    rounds: int = 5  # alternations, with a seed each in "solved"; the median counts
     sb3: Path | None = None  # the virtual environment of Stable-Baselines3
     cleanrl: Path | None = None  # the folder of CleanRL's
     leanrl: Path | None = None  # the folder of LeanRL's
@@ -198,16 +268,55 @@ def peers(args: Args) -> dict[str, dict[str, Timed]]:
 
 
 def before(args: Args) -> dict[str, dict[str, Timed]]:
-    """The scripts beside those of another version."""
+    """The scripts beside those of version 2."""
     return {
-        f"{case}, {label(command.split()[0], flags)}": {
-            "before": partial(ours, f"{command} {flags}", args.folder.absolute()),
-            "now": partial(ours, f"{command} {flags}"),
+        f"{case}, {label(command.split()[0], flag)}": {
+            "before": partial(ours, f"{command} {old} {flag}", args.folder.absolute()),
+            "now": partial(ours, f"{command} {new} {flag}"),
         }
-        for case, (command, variants, *_) in PEERS.items()
-        for flags in variants
-        if "vector_entry_point" not in flags
+        for case, (command, old, new) in BEFORE.items()
+        for flag in ("", "--compile")
     }
+
+
+def until(goal: float, words: list[str]) -> dict[str, float | str]:
+    """Run a script in an empty folder until the last 100 returns' mean is `goal`, or to its end."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    returns, steps = deque(maxlen=100), 0
+    start = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            words, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        for line in process.stdout:
+            if found := re.match(r"global_step=(\d+), (\w+)_return=\[?([^]\s]+)", line):
+                steps, kind, number = int(found[1]), found[2], float(found[3])
+                returns.append(number)
+                mean = number if kind == "mean" else np.mean(returns)
+                if mean >= goal:
+                    process.kill()
+                    return {"seconds": round(time.perf_counter() - start, 1), "steps": steps}
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(words)} failed")
+    return {"seconds": "", "steps": steps}
+
+
+def solved(args: Args) -> None:
+    """Time ours, eager and compiled, and CleanRL's from the start until a task is solved."""
+    root = args.cleanrl.absolute()
+    for case, (goal, command, peer) in SOLVED.items():
+        script, *flags = command.replace(".py", "", 1).split()
+        mine = [sys.executable, "-c", DRIVER, script, *flags, "--eval-episodes", "0"]
+        theirs = f"{root}/venv/bin/python {root}/repo/cleanrl/{peer} --no-cuda".split()
+        runs = {"ours": mine, "ours, compiled": [*mine, "--compile"], "CleanRL's": theirs}
+        for seed in range(1, args.rounds + 1):
+            for who, words in runs.items() if case.startswith(args.only) else ():
+                row = {"case": case, "goal": goal, "who": who, "seed": seed}
+                row |= until(goal, [*words, "--seed", str(seed)])
+                print(row, flush=True)
+                append("solved.csv", [row | provenance()])
 
 
 def sources(args: Args) -> dict[str, dict[str, Timed]]:
@@ -255,7 +364,7 @@ gym.register("Slow-v0", Slow)
 
 def slow(args: Args) -> dict[str, dict[str, Timed]]:
     """Eight environments that compute for a while, one after another and in processes."""
-    flags = "--num-envs 8 --num-steps 32 --total-timesteps"
+    flags = f"{CLEANRL} --num-envs 8 --num-steps 32 --total-timesteps"
     return {
         f"{milliseconds} ms": {
             source: partial(
@@ -300,6 +409,8 @@ def gpu(args: Args) -> dict[str, dict[str, Timed]]:
 
 def main(args: Args) -> None:
     """Measure a table."""
+    if args.table == "solved":
+        return solved(args)
     tables = {"peers": peers, "before": before, "sources": sources, "slow": slow, "gpu": gpu}
     for case, runs in tables[args.table](args).items():
         if case.startswith(args.only):

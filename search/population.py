@@ -5,8 +5,8 @@ Training (arXiv:1711.09846), by Ray Tune: pip install "ray[tune]"
     python search/population.py ppo.py --address auto    # on a Ray cluster that shares the folder
 
 Edit `MUTATIONS`. Members, with the logs of their runs, and the best one are in the folder. The same
-command goes on with a population that was stopped or killed. Exchanges cut episodes, so between two
-of them there should be several episodes of each environment: else take fewer environments.
+command goes on with a population that was stopped or killed. At an exchange all members begin new
+episodes, so a part between two should be several episodes of each environment: else take fewer.
 """
 
 import shlex
@@ -42,7 +42,7 @@ class Options:
 
     script: tyro.conf.Positional[Path]  # ppo.py, ppo_continuous.py, ppo_atari.py or a copy
     members: int = 8  # of the population; each trains for --total-timesteps
-    exchanges: int = 10  # times at which a member may become a copy; they cut its episodes
+    exchanges: int = 10  # times at which a member may become a copy
     mutate: bool = True  # otherwise, members are independent: a random search
     workers: int = 2  # processes on this machine
     address: str | None = None  # of a Ray cluster, instead
@@ -56,7 +56,7 @@ def train_member(config: dict[str, Any], options: Options, flags: list[str], tra
     values = {name: np.asarray(x).item() for name, x in config.items()}  # plain numbers
     args = replace(tyro.cli(script.Args, args=flags), eval_episodes=0, **values)
     iterations = max(1, args.total_timesteps // (args.num_envs * args.num_steps))
-    args.checkpoint_interval = -(-iterations // options.exchanges)
+    args.checkpoint_interval = -(-iterations // options.exchanges)  # one at the end of each part
     size, own = args.checkpoint_interval * args.num_envs * args.num_steps, 0
     parts = -(-iterations // args.checkpoint_interval)
     with TemporaryDirectory() as folder, chdir(folder):
@@ -124,7 +124,7 @@ if __name__ == "__main__":
         sys.exit(f"population.py: all members failed, see {options.folder}/errors.txt")
     shutil.copytree(best.checkpoint.path, folder / "best", dirs_exist_ok=True)
     args = script.load_checkpoint(folder / "best")["args"]
-    values = {name: getattr(args, name) for name in MUTATIONS}
+    values = {name: args[name] for name in MUTATIONS}
     print(f"best, {best.metrics['score']:g}, with {values} at the end; evaluate it:")
     command = [options.script, "--evaluate", options.folder / "best", "--eval-episodes", 10]
     print("python", shlex.join(map(str, command)))

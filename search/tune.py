@@ -28,6 +28,7 @@ def suggest(trial: optuna.Trial) -> str:
     """Flags of the script for one trial: what to search, and where."""
     return f"""--num-envs {trial.suggest_categorical("num_envs", [4, 8, 16])}
         --num-steps {trial.suggest_categorical("num_steps", [32, 64, 128])}
+        --num-minibatches {trial.suggest_categorical("num_minibatches", [4, 8, 16, 32])}
         --update-epochs {trial.suggest_int("update_epochs", 4, 20)}
         --learning-rate {trial.suggest_float("learning_rate", 2e-4, 5e-3, log=True)}
         --gamma {trial.suggest_categorical("gamma", [0.98, 0.99, 0.995, 0.999])}

@@ -2,13 +2,11 @@
 
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 MODULES = {name: __import__(name) for name in SCRIPTS}
 # A run of each script that takes a moment: four iterations, or two.
 SHORT = {
-    "ppo": {"total_timesteps": 2048},
+    "ppo": {"total_timesteps": 2048, "num_envs": 4, "num_minibatches": 4, "update_epochs": 4},
     "ppo_continuous": {"env_id": "Pendulum-v1", "total_timesteps": 2048, "num_envs": 2},
     "ppo_atari": {"total_timesteps": 256, "num_envs": 2, "num_steps": 64, "device": "cpu"},
 }
@@ -100,12 +98,12 @@ def go_on(script: ModuleType, run: Path, **flags: Any) -> float:
     """Resume a run of this process, with other flags than its own, in another second."""
     # TensorBoard sorts files by names: the second, then how many there are, unsorted from 10 on.
     time.sleep(1.1)
-    args = script.load_checkpoint(run)["args"]
-    return script.train(replace(args, **flags | {"resume": str(run)}))
+    args = script.load_checkpoint(run)["args"] | flags
+    return script.train(script.Args(**args | {"resume": str(run)}))
 
 
 def crashed(name: str, iterations: int, **flags: Any) -> tuple[Path, dict[str, Any]]:
-    """The folder and checkpoint of a run that crashed before the checkpoint of this iteration."""
+    """The folder and checkpoint of a run that crashed at the end of this iteration."""
     steps, script = [], MODULES[name]
 
     def report(step: int, score: float) -> None:
@@ -134,28 +132,23 @@ def watching(script: ModuleType, see: Callable[[Any, Batch, torch.Tensor], Any])
 
 @contextlib.contextmanager
 def kept_batches(script: ModuleType) -> Iterator[list[Batch]]:
-    """The batches that are learned from: one an iteration; recomputed, one an epoch."""
-    kept = []
+    """The batches that are learned from: one an iteration; a recipe may have one an epoch."""
+    kept, latest = [], [None]
 
     def see(agent: Any, batch: Batch, indices: torch.Tensor) -> None:
-        if not kept or batch.advantages is not kept[-1].advantages:
-            kept.append(batch)
+        if batch.advantages is not latest[0]:
+            latest[0] = batch.advantages
+            kept.append(Batch(*(x.clone() for x in batch)))  # the next rollout overwrites some
 
     with watching(script, see):
         yield kept
-
-
-def listen() -> None:
-    """Take signals: those of a job in the background, as pytest may be, ignore some."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def command(name: str, *flags: Any, **options: Any) -> subprocess.Popen:
     """Start a script as a user does."""
     arguments = [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(arguments, **{"preexec_fn": listen} | pipes | options)
+    return subprocess.Popen(arguments, **pipes | options)
 
 
 def wait_for(process: subprocess.Popen, pattern: str) -> None:

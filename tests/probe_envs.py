@@ -2,13 +2,21 @@
 
 import itertools
 import random
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    Graph,
+    MultiBinary,
+    MultiDiscrete,
+    Sequence,
+    Tuple,
+)
 
 Step = tuple[np.ndarray, float, bool, bool, dict]
 
@@ -72,7 +80,7 @@ class Overwriting(Probe):
     observation_space = Box(0, 99, (1,), np.float32)
 
     def __init__(
-        self, lengths: Sequence[int] = (7,), terminates: bool = False, continuous: bool = False
+        self, lengths: tuple[int, ...] = (7,), terminates: bool = False, continuous: bool = False
     ) -> None:
         super().__init__(continuous)
         self.lengths, self.terminates = itertools.cycle(lengths), terminates
@@ -100,6 +108,7 @@ class Choices(Probe):
             "multi_binary": MultiBinary(4),
             "discrete": Discrete(3, start=7),
             "dict": Dict({"a": Discrete(2)}),
+            "integers": Box(0, 3, (2,), np.int64),
             "scalar": Box(-1, 1, ()),
             "matrix": Box(-1, 1, (2, 3)),
             "unbounded": Box(-np.inf, np.inf, (1,)),
@@ -171,7 +180,8 @@ class Spaces(Probe):
             "discrete": Discrete(7, start=3),
             "dict": Dict({"a": Box(-1, 1, (2, 2)), "b": Discrete(3)}),
             "tuple": Tuple((MultiBinary(4), MultiDiscrete([2, 5]), Box(0, 9, (1,), np.int64))),
-            "empty": Box(0, 1, (0,)),
+            "sequence": Sequence(Discrete(2)),
+            "graph": Graph(Discrete(2), None),
         }[kind]
 
     def observe(self) -> Any:
@@ -230,9 +240,12 @@ class Scripted(Probe):
 class Careless(Probe):
     """Draws its worth from global generators, seeds them at each episode; infos come and go."""
 
+    worths: ClassVar[list[float]] = []
+
     def __init__(self, continuous: bool = False) -> None:
         super().__init__(continuous)
         self.worth = float(random.random() + np.random.rand() + torch.rand(()))
+        self.worths.append(self.worth)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
         random.seed(0)
@@ -241,8 +254,16 @@ class Careless(Probe):
         return super().reset(**kwargs)
 
     def step(self, action: Any) -> Step:
-        infos = {}, {"winner": 1, "end": "lost"}, {"end": "won", "moves": 3.0}
+        infos = {}, {"winner": 1, "end": "lost"}, {"end": "won", "episode": {"r": -9.0}}
         return self.observe(), self.worth, True, False, infos[self.np_random.integers(3)]
+
+
+class Threaded(Probe):
+    """Computes by PyTorch, in its threads."""
+
+    def reward(self, action: Any) -> float:
+        """1, after a product that is large enough for several threads."""
+        return float(torch.ones(300, 300).mm(torch.ones(300, 300)).mean() / 300)
 
 
 class Remembered(Probe):
@@ -286,10 +307,20 @@ class Leaking(Remembered):
         return self.steps == 0
 
 
+class Rewriting(gym.vector.SyncVectorEnv):
+    """Writes into the actions that it gets."""
+
+    def step(self, actions: np.ndarray) -> tuple:
+        """Step, and make all actions 0."""
+        result = super().step(actions)
+        actions[:] = 0
+        return result
+
+
 def make_vector(num_envs: int, **kwargs: Any) -> gym.vector.VectorEnv:
     """A vector environment of `Acted`, by what is observed, that resets in the same step."""
     make = [lambda: Acted(observed=True, **kwargs)] * num_envs
-    return gym.vector.SyncVectorEnv(make, autoreset_mode="SameStep")
+    return Rewriting(make, autoreset_mode="SameStep")
 
 
 for probe in [Leaking, Probe, *Probe.__subclasses__()]:

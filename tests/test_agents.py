@@ -1,22 +1,23 @@
 """The agents' distributions and statistics, against torch's and numpy's own."""
 
 import math
-from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import NEEDS_GPU, SCRIPTS
-from helpers import MODULES, SHORT, kept_batches, new_agent, probe, scalars, trained, watching
+from conftest import SCRIPTS
+from helpers import MODULES, SHORT, kept_batches, new_agent, probe, trained, watching
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
-import ppo_continuous
+import ppo
 
-# Of 6, 17 and 84 x 84 x 4 observations; of 3 choices, 6 numbers, and 4 choices.
+# Of 6, 17 and 4 x 84 x 84 observations; of 3 choices, 6 numbers, and 4 choices.
 ENV_IDS = {"ppo": "Acrobot-v1", "ppo_continuous": "HalfCheetah-v5", "ppo_atari": "ALE/Breakout-v5"}
+BOTH = pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
 
 
 def make(name: str, **flags: Any) -> tuple[Any, torch.Tensor]:
@@ -26,112 +27,64 @@ def make(name: str, **flags: Any) -> tuple[Any, torch.Tensor]:
     head = agent.actor if name == "ppo_atari" else agent.actor[-1]
     head.weight.data.normal_(std=0.3)
     if name == "ppo_atari":
-        return agent, torch.randint(256, (7, 84, 84, 4), dtype=torch.uint8)
+        return agent, torch.randint(256, (7, 4, 84, 84), dtype=torch.uint8)
     if name == "ppo_continuous":
         agent.log_std.data.normal_(std=0.3)
-        obs = 3 * torch.randn(500, 17) + 7
-        agent.obs_rms.update(obs)
-        obs[0] += 1000  # is clipped
-        return agent, obs[:7]
-    return agent, torch.randn(7, 6)
+    obs = 3 * torch.randn(500, agent.actor[0].in_features) + 7
+    agent.obs_rms.update(obs)
+    obs[0] += 1000  # is clipped
+    return agent, obs[:7]
 
 
 def policy(agent: Any, obs: torch.Tensor) -> Any:
     """The distribution of actions, from the network's layers."""
     with torch.no_grad():
-        if hasattr(agent, "log_std"):
-            normalized = (obs - agent.obs_rms.mean) / (agent.obs_rms.var + 1e-8).sqrt()
-            mean = agent.actor[1:](normalized.clamp(-10, 10))
-            return Independent(Normal(mean, agent.log_std.exp()), 1)
         if hasattr(agent, "network"):
-            with torch.autocast("cpu", torch.bfloat16, enabled=agent.dtype == torch.bfloat16):
-                obs = agent.network(obs.permute(0, 3, 1, 2) / 255).float()
-        return Categorical(logits=agent.actor(obs))
-
-
-class Doubled(nn.Linear):
-    """A linear layer with another forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
-
-
-def hooked(layer: nn.Module) -> nn.Module:
-    """The layer, with a hook that changes what it gives."""
-    layer.register_forward_hook(lambda module, args, output: output + 2 * output.square())
-    return layer
-
-
-def changed_input(layer: nn.Module) -> nn.Module:
-    """The layer, with a hook that changes what it gets, as PyTorch's pruning has one."""
-    layer.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-    return layer
-
-
-LAYERS = {
-    "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.Tanh()), nn.Linear(8, 4)),
-    "other": lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)),
-    "subclass": lambda: nn.Sequential(nn.Tanh(), Doubled(5, 4), nn.Tanh()),
-    "hooked layers": lambda: nn.Sequential(hooked(nn.Linear(5, 4)), hooked(nn.Tanh())),
-    "changed input": lambda: nn.Sequential(nn.Linear(5, 4), changed_input(nn.Linear(4, 4))),
-    "hooked network": lambda: nn.Sequential(hooked(nn.Sequential(nn.Linear(5, 4)))),
-    "one layer": lambda: nn.Linear(5, 4),
-    "no layer": nn.Sequential,
-}
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-@pytest.mark.parametrize("make_actor", LAYERS.values(), ids=LAYERS)
-def test_layers(make_actor: Callable, device: str) -> None:
-    """A policy of any layers acts on arrays as they do on tensors, and stays on its device."""
-    torch.manual_seed(0)
-    agent = new_agent(ppo_continuous, ppo_continuous.Args("Pendulum-v1"))
-    agent.actor = make_actor()
-    agent.to(device)
-    obs = torch.randn(7, 5)
-    with torch.no_grad():
-        expected = agent.actor(obs.to(device)).cpu().numpy()
-    acted = agent.make_act()(obs.numpy(), 0.0)
-    assert acted.dtype == np.float32
-    np.testing.assert_allclose(acted, expected, rtol=1e-5, atol=1e-6)
-    assert {x.device.type for x in agent.parameters()} == {device}
+            with torch.autocast("cpu", torch.bfloat16, enabled=agent.bf16):
+                features = agent.network(obs / 255).float()
+            return Categorical(logits=agent.actor(features))
+        normalized = (obs - agent.obs_rms.mean) / (agent.obs_rms.var + 1e-8).sqrt()
+        output = agent.actor(normalized.clamp(-10, 10))
+        if hasattr(agent, "log_std"):
+            return Independent(Normal(output, agent.log_std.exp()), 1)
+        return Categorical(logits=output)
 
 
 @pytest.mark.parametrize(
-    ("name", "bf16"), [*((name, False) for name in SCRIPTS), (SCRIPTS[2], True)]
+    ("name", "flags"), [*((name, {}) for name in SCRIPTS), ("ppo_atari", {"bf16": True})]
 )
-def test_distributions(name: str, bf16: bool) -> None:
+def test_distributions(name: str, flags: dict) -> None:
     """Log-probabilities, entropies and modes are those of torch's distributions."""
-    agent, obs = make(name, **({"bf16": True} if bf16 else {}))
+    agent, obs = make(name, **flags)
     expected = policy(agent, obs)
     actions = expected.sample()
     logprobs, entropy, values = agent.evaluate_actions(obs, actions)
-    torch.testing.assert_close(logprobs, expected.log_prob(actions))
-    torch.testing.assert_close(entropy, expected.entropy())
+    close = {"rtol": 0.02, "atol": 0.02} if flags else {}  # bfloat16 is another one elsewhere
+    torch.testing.assert_close(logprobs, expected.log_prob(actions), **close)
+    torch.testing.assert_close(entropy, expected.entropy(), **close)
     torch.testing.assert_close(values, agent.get_value(obs))
     assert logprobs.shape == values.shape == (7,)
     assert logprobs.dtype == values.dtype == torch.float32
-    modes = agent.make_act()(obs.numpy(), 0.0)
+    modes = agent.act(obs.numpy())
     if name == "ppo_continuous":
+        assert modes.dtype == np.float32
         np.testing.assert_allclose(modes, expected.mean, rtol=1e-4, atol=1e-5)
     else:
         assert modes.tolist() == expected.probs.argmax(-1).tolist()
         assert len({*modes.tolist()}) > 1 or name == "ppo_atari"
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+@BOTH
 def test_samples(name: str) -> None:
-    """With noise, actions come as often as they should, with the mean and deviation they should."""
+    """Sampled, actions come as often as they should, with the mean and deviation they should."""
     agent, obs = make(name)
-    n, rng = 100_000, np.random.default_rng(0)
-    noise = agent.sample_noise(rng, n)
-    assert noise.dtype == np.float32
-    assert agent.sample_noise(rng, 3, 2).shape == (3, 2, *noise.shape[1:])
-    actions = agent.make_act()(obs[:1].repeat(n, 1).numpy(), noise)
-    expected = policy(agent, obs[:1])
+    n = 100_000
+    actions = agent.act(obs[1:2].repeat(n, 1).numpy(), np.random.default_rng(0))
+    expected = policy(agent, obs[1:2])
     if name == "ppo":
         shares = np.bincount(actions, minlength=3) / n
         assert abs(shares - expected.probs[0].numpy()).max() < 4 * 0.5 / n**0.5
+        assert (shares > 0.01).sum() > 1
     else:
         deviations = (actions - expected.mean[0].numpy()) / expected.stddev[0].numpy()
         assert abs(deviations.mean(0)).max() < 4 / n**0.5
@@ -142,30 +95,28 @@ def test_samples(name: str) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_acts_is_what_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its updates, not after, an iteration's agent would act as it did, with ratios of 1."""
-    script, noises, drifts = MODULES[name], [], []
-    sample_noise = script.Agent.sample_noise
+    script, acted, drifts = MODULES[name], [], []
+    act = script.Agent.act
 
-    def keep(agent: Any, *shape: Any) -> np.ndarray:
-        noises.append(sample_noise(agent, *shape))
-        return noises[-1]
+    def keep(agent: Any, obs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        acted.append((obs.copy(), deepcopy(rng)))
+        return act(agent, obs, rng)
 
     def see(agent: Any, batch: Any, indices: torch.Tensor) -> None:
         with torch.no_grad():
             logprobs, _, _ = agent.evaluate_actions(batch.obs, batch.actions)
         drifts.append((logprobs - batch.logprobs).abs().max().item())
         if len(drifts) % per_iteration == 1:
-            noise = noises[-1].reshape(len(batch.obs), -1)
-            acted = agent.make_act()(batch.obs.numpy(), noise)
-            wrong = ~np.isclose(acted, batch.actions, rtol=1e-4, atol=1e-4)
-            assert wrong.mean() < 0.01  # rounding may decide between two choices
+            again = np.concatenate([act(agent, *inputs) for inputs in acted[-args.num_steps :]])
+            np.testing.assert_array_equal(again, batch.actions)
 
-    monkeypatch.setattr(script.Agent, "sample_noise", keep)
+    monkeypatch.setattr(script.Agent, "act", keep)
     args = script.Args(**SHORT[name] | {"target_kl": None, "update_epochs": 2})
     per_iteration = args.num_minibatches * args.update_epochs
     with watching(script, see):
         script.train(args)
     firsts, lasts = drifts[::per_iteration], drifts[per_iteration - 1 :: per_iteration]
-    assert len(firsts) == len(noises) == args.total_timesteps / args.num_envs / args.num_steps
+    assert len(firsts) == args.total_timesteps / args.num_envs / args.num_steps
     assert max(firsts) < 1e-4
     assert min(lasts) > 1e-3
 
@@ -174,8 +125,8 @@ def test_running_statistics() -> None:
     """Batches of any size give the mean and variance of all that was seen, far from 0 too."""
     rng = np.random.default_rng(0)
     scale = {"loc": [100, -3, 0, 101325.3], "scale": [1, 0.1, 50, 1]}
-    batches = [rng.normal(**scale, size=(n, 4)).astype(np.float32) for n in (1, 7, 500, 64)]
-    rms = ppo_continuous.RunningMeanStd(4)
+    batches = [rng.normal(**scale, size=(n, 4)).astype(np.float32) for n in (7, 1, 500, 64)]
+    rms = ppo.RunningMeanStd(4)
     for batch in batches:
         rms.update(torch.tensor(batch))
     seen = np.concatenate(batches).astype(np.float64)
@@ -187,44 +138,75 @@ def test_running_statistics() -> None:
     assert rms(torch.tensor([[1e6] * 4, [-1e6] * 4])).tolist() == [[10.0] * 4, [-10.0] * 4]
 
 
-def test_observations_are_normalized_alike() -> None:
+@pytest.mark.parametrize("at", [1, 10, 29])
+def test_a_wild_observation(at: int) -> None:
+    """One of a million among 60,000 of about 1 blinds nobody; what is larger for good is seen."""
+    rms, samples = ppo.RunningMeanStd(2), torch.randn(30, 2048, 2)
+    samples[at, 0, 0] = 1e6
+    for batch in samples:
+        rms.update(batch)
+    normalized = rms(torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
+    assert (normalized[1] - normalized[0] > 1).all()  # it would be 2, and 0.0003 with the sample
+    for batch in 1e6 * torch.randn(30, 2048, 2):
+        rms.update(batch)
+    assert (rms.var.sqrt() > 1e5).all()
+
+
+@BOTH
+def test_observations_are_normalized_alike(name: str) -> None:
     """Statistics are of all observations, change after the last gradient step, and are saved."""
-    counts, script = [], ppo_continuous
+    counts, script = [], MODULES[name]
     see = watching(script, lambda agent, *_: counts.append(agent.obs_rms.count.item()))
     with kept_batches(script) as batches, see:
-        run = trained("ppo_continuous", recompute_advantages=False)
+        run = trained(name)
     assert [*dict.fromkeys(counts)] == [0, 512, 1024, 1536]
     seen = torch.cat([batch.obs for batch in batches]).numpy().astype(np.float64)
     saved = script.load_checkpoint(run)["agent"]
-    for module in ("obs_rms", "actor.0", "critic.0"):
-        assert saved[f"{module}.count"] == len(seen) == 2048
-        np.testing.assert_allclose(saved[f"{module}.mean"], seen.mean(0), rtol=1e-3, atol=1e-5)
-        np.testing.assert_allclose(saved[f"{module}.var"], seen.var(0), rtol=1e-3)
+    assert saved["obs_rms.count"] == len(seen) == 2048
+    np.testing.assert_allclose(saved["obs_rms.mean"], seen.mean(0), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(saved["obs_rms.var"], seen.var(0), rtol=1e-3)
 
 
-def test_evaluation_normalizes_alike() -> None:
+@pytest.mark.parametrize(
+    ("name", "env_id"), [("ppo", "Acrobot-v1"), ("ppo_continuous", "Pendulum-v1")]
+)
+def test_evaluation_normalizes_alike(
+    name: str, env_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An evaluation plays what the saved policy plays by hand, its statistics as they were."""
-    run = trained("ppo_continuous", eval_episodes=3)
-    args = ppo_continuous.load_checkpoint(run)["args"]
-    agent = new_agent(ppo_continuous, args)
-    ppo_continuous.load_checkpoint(run, agent)
-    env = gym.wrappers.RecordEpisodeStatistics(gym.make("Pendulum-v1"))
-    obs, _ = env.reset(seed=args.seed)
-    for _ in range(600):
-        mean = policy(agent, torch.tensor(obs[None])).mean[0].numpy()
-        obs, _, _, is_over, _ = env.step(2 * mean.clip(-1, 1))
-        if is_over:
+    script, seeds = MODULES[name], []
+    run = trained(name, env_id=env_id)
+    args = script.Args(**script.load_checkpoint(run)["args"] | {"eval_episodes": 3})
+    reset = gym.vector.SyncVectorEnv.reset
+
+    def keep(envs: Any, seed: int, **kwargs: Any) -> tuple:
+        seeds.append(seed)
+        return reset(envs, seed=seed, **kwargs)
+
+    monkeypatch.setattr(gym.vector.SyncVectorEnv, "reset", keep)
+    score = script.evaluate(args, run)
+    agent = new_agent(script, args)
+    agent.load_state_dict(script.load_checkpoint(run)["agent"])
+    env = gym.wrappers.RecordEpisodeStatistics(gym.make(env_id))
+    obs, _ = env.reset(seed=seeds[0])
+    while len(env.return_queue) < 3:
+        expected = policy(agent, torch.tensor(obs[None]))
+        action = expected.mode[0].numpy()
+        if name == "ppo_continuous":
+            action = 2 * action.clip(-1, 1)
+        obs, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
             obs, _ = env.reset()
-    assert len(env.return_queue) == 3
-    assert scalars("eval/return")[0][1] == pytest.approx(np.mean(env.return_queue), rel=1e-3)
+    assert score == pytest.approx(np.mean(env.return_queue), rel=1e-3)
 
 
-def test_scaled_rewards_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_scaled_rewards_are_clipped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Returns that are always 1 have no deviation to divide by: 10 is the most."""
     # Where all values are 0, advantages are what rewards are scaled to.
-    monkeypatch.setattr(ppo_continuous.Agent, "get_value", lambda self, obs: 0 * obs[:, 0])
-    with kept_batches(ppo_continuous) as batches:
-        trained("ppo_continuous", **probe("ppo_continuous", "Probe"), total_timesteps=512)
+    monkeypatch.setattr(MODULES[name].Agent, "get_value", lambda self, obs: 0 * obs[:, 0])
+    with kept_batches(MODULES[name]) as batches:
+        trained(name, **probe(name, "Probe"), total_timesteps=512)
     assert {*batches[0].advantages.tolist()} == {10.0}
 
 

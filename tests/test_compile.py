@@ -12,7 +12,6 @@ from conftest import NEEDS_GPU, SCRIPTS
 from helpers import MODULES, SHORT, Batch, new_agent, scalars, trained
 
 import ppo
-import ppo_atari
 
 
 def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any, Batch, Any]:
@@ -23,8 +22,7 @@ def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any,
     envs.single_observation_space.seed(1)
     samples = np.stack([envs.single_observation_space.sample() for _ in range(64)])
     envs.close()
-    noise = agent.sample_noise(np.random.default_rng(1), 64)
-    actions = torch.as_tensor(agent.make_act()(samples, noise), device=device)
+    actions = torch.as_tensor(agent.act(samples, np.random.default_rng(1)), device=device)
     obs = torch.as_tensor(samples, device=device)
     with torch.no_grad():
         logprobs, _, values = agent.evaluate_actions(obs, actions)
@@ -46,6 +44,7 @@ def stepped(
     generator, reports = torch.Generator().manual_seed(2), []
     for _ in range(10):
         indices = torch.randperm(64, generator=generator)[:32].to(device)
+        optimizer.zero_grad()
         metrics = update(agent, optimizer, tuple(batch), indices, args)
         reports.append({name: x.clone() for name, x in metrics.items()})  # CUDA graphs reuse x
     return weights(agent), reports
@@ -74,11 +73,6 @@ def test_compiled_is_eager(name: str, device: str) -> None:
     update = torch.compile(script.update, mode="reduce-overhead")  # as `train` has it
     got = stepped(update, agent, batch, args, fused=False)
     assert_same_steps(got, expected, agent)
-    if script is ppo_atari:  # acting is compiled, too, and follows the weights
-        for gain in (100, -1):
-            agent.actor.weight.data *= gain
-            acts = [agent.make_act(x)(batch.obs.numpy(force=True), 0.0) for x in (False, True)]
-            np.testing.assert_array_equal(*acts)
 
 
 def test_every_gradient_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +92,11 @@ def test_every_gradient_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch, "compile", counting)
     monkeypatch.setattr(torch.optim, "Adam", two_rates)
+    torch.compiler.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         trained("ppo", compile=True)
     rates = [group["lr"].item() for group in made[0].param_groups]
-    assert rates == pytest.approx([2.5e-4 / 4, 1e-3])
+    assert rates == pytest.approx([1e-3 / 4, 4e-3])
     trained("ppo", total_timesteps=512)
     assert calls == [(ppo.update, False)] * 64 + [(ppo.update, True)] * 16
 

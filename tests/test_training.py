@@ -1,8 +1,8 @@
 """What a run does, through `train`."""
 
 import contextlib
-import json
 import multiprocessing
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +11,15 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS
+from conftest import ROOT, SCRIPTS
 from helpers import (
     MODULES,
     SHORT,
     Batch,
     all_scalars,
     assert_same,
+    command,
     content,
-    crashed,
     kept_batches,
     only_run,
     probe,
@@ -27,7 +27,7 @@ from helpers import (
     trained,
     watching,
 )
-from probe_envs import Spaces
+from probe_envs import Careless, Spaces
 
 import ppo
 import ppo_continuous
@@ -69,9 +69,9 @@ def test_seeds(short: Any) -> None:
     assert not torch.equal(*starts)
 
 
-def test_evaluation_at_checkpoints(short: Any) -> None:
-    """There is a return at each checkpoint and at the end, which change no bit of the training."""
-    flags = FLAGS[short.name] | {"eval_checkpoints": True, "eval_episodes": 1}
+def test_checkpoints_touch_nothing(short: Any) -> None:
+    """More of them, and evaluations at every second iteration, change no bit of the training."""
+    flags = FLAGS[short.name] | {"checkpoint_interval": 1, "eval_interval": 2, "eval_episodes": 1}
     evaluated = content(trained(short.name, **flags))
     batch_size, total = short.args.num_envs * short.args.num_steps, short.args.total_timesteps
     assert [step for step, _ in evaluated.pop("eval/return")] == [2 * batch_size, total]
@@ -95,65 +95,36 @@ def test_report_and_scalars(short: Any) -> None:
     size = args.num_envs * args.num_steps
     steps = [*range(size, args.total_timesteps + 1, size)]
     assert [step for step, _ in short.reports] == steps
-    for step, mean in short.reports:
-        ended = [x for at, x in logged["charts/episodic_return"] if at <= step][-100:]
-        assert mean == pytest.approx(np.mean(ended)) if ended else np.isnan(mean)
-    assert short.score == short.reports[-1][1]
-
-    losses = "value_loss policy_loss entropy old_approx_kl approx_kl clipfrac explained_variance"
-    tags = [f"losses/{x}" for x in f"{losses} grad_norm".split()]
-    tags += ["charts/learning_rate", "charts/SPS", "debug/values", "debug/returns"]
-    for tag in [*tags, "debug/advantages"]:
+    last_returns = short.script.load_checkpoint(short.run)["last_returns"]
+    assert short.score == short.reports[-1][1] == pytest.approx(np.mean(last_returns))
+    losses = "value_loss policy_loss entropy approx_kl clipfrac grad_norm explained_variance"
+    for tag in [f"losses/{x}" for x in losses.split()] + ["charts/learning_rate", "charts/SPS"]:
         assert [step for step, _ in logged[tag]] == steps, tag
         assert np.isfinite([x for _, x in logged[tag]]).all(), tag
-    for i, batch in enumerate([] if args.recompute_advantages else short.batches):
+    for (_, explained), batch in zip(
+        logged["losses/explained_variance"], short.batches, strict=True
+    ):
         unexplained = (batch.returns - batch.values).var() / batch.returns.var()
-        expected = {"debug/returns": batch.returns, "debug/advantages": batch.advantages}
-        expected |= {"losses/explained_variance": 1 - unexplained}
-        for tag, x in expected.items():
-            assert logged[tag][i][1] == pytest.approx(x.mean().item(), abs=1e-4)
+        assert explained == pytest.approx(1 - unexplained.item(), abs=1e-4)
 
 
 @BOTH
-def test_explained_variance(name: str) -> None:
-    """It is of the values and targets before the fit, although those of later epochs are nearer."""
-    flags = {"recompute_advantages": True, "update_epochs": 3, "target_kl": None}
-    with kept_batches(MODULES[name]) as batches:
-        trained(name, **flags, total_timesteps=512)  # one iteration
-    unexplained = (batches[0].advantages.var() / batches[0].returns.var()).item()
-    assert scalars("losses/explained_variance")[0][1] == pytest.approx(1 - unexplained, abs=1e-5)
-    for tag in ("values", "returns", "advantages"):
-        mean = getattr(batches[0], tag).mean().item()
-        assert scalars(f"debug/{tag}")[0][1] == pytest.approx(mean, abs=1e-5)
-
-
-@pytest.mark.parametrize("seeds", [False, True])
-@BOTH
-def test_noise_does_not_repeat(name: str, seeds: bool) -> None:
-    """It is another one after a checkpoint, and where environments seed the global generators."""
-    flags = probe(name, "Careless") if seeds else {"checkpoint_interval": 1}
+def test_noise_does_not_repeat(name: str) -> None:
+    """It is another one in each iteration, where environments seed the global generators, too."""
     # Hardly anything is learned, so that the same noise would give the same actions.
     with kept_batches(MODULES[name]) as batches:
-        trained(name, **flags, learning_rate=1e-30, update_epochs=1)
+        trained(name, **probe(name, "Careless"), learning_rate=1e-30, update_epochs=1)
     correlations = np.corrcoef([batch.actions.flatten() for batch in batches])
     assert correlations.shape == (4, 4)
     assert abs(correlations - np.eye(4)).max() < 0.3
-    if not seeds:
-        firsts = torch.cat([batch.obs[:2] for batch in batches])
-        assert len(firsts.unique(dim=0)) == 8
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_running(fails: bool) -> None:
-    """No process and no thread is left, also where a report raises what is passed on."""
-    before, flags = threading.active_count(), {"vectorization": "async", "checkpoint_interval": 1}
-    if fails:
-        crashed("ppo", 2, **flags)
-    else:
-        trained("ppo", **flags)
+def test_nothing_is_left_running() -> None:
+    """No process and no thread is left."""
+    before = threading.active_count()
+    trained("ppo", vectorization="async", checkpoint_interval=1)
     assert not multiprocessing.active_children()
     assert threading.active_count() == before
-    assert len(scalars("losses/value_loss")) == (2 if fails else 4)
 
 
 def test_every_sample_once_an_epoch() -> None:
@@ -170,66 +141,83 @@ def test_every_sample_once_an_epoch() -> None:
 
 @BOTH
 def test_every_episode_counts(name: str) -> None:
-    """Where 150 episodes end in each step, all are logged; scored and saved are the last 100."""
+    """Where 150 episodes end in each step, their mean is logged; the score is of the last 100."""
     # Returns are raw. Environments differ in their worth: the best would give another score.
+    Careless.worths.clear()
     flags = SHORT[name] | probe(name, "Careless") | {"num_envs": 150, "num_steps": 8}
     script = MODULES[name]
-    score = script.train(script.Args(**flags | {"total_timesteps": 1200, "num_minibatches": 4}))
-    returns, lengths = scalars("charts/episodic_return"), scalars("charts/episodic_length")
-    assert [step for step, _ in returns] == [150 * (i // 150 + 1) for i in range(1200)]
-    assert {length for _, length in lengths} == {1.0}
-    worths = [value for _, value in returns[:150]]
+    score = script.train(script.Args(**flags | {"total_timesteps": 3600, "num_minibatches": 4}))
+    worths = np.float32(Careless.worths)
     assert len({*worths}) == 150
-    assert [value for _, value in returns] == 8 * worths
+    mean = pytest.approx(np.mean(worths))
+    assert scalars("charts/episodic_return") == [(step, mean) for step in (1200, 2400, 3600)]
+    assert [x for _, x in scalars("charts/episodic_length")] == [1.0] * 3
     assert score == pytest.approx(np.mean(worths[50:]))
-    assert script.load_checkpoint(only_run())["last_returns"] == pytest.approx(worths[50:])
+    assert script.load_checkpoint(only_run())["last_returns"] == worths[50:].tolist()
 
 
 @pytest.mark.parametrize("flags", [{}, {"vectorization": "async"}, {"stagger": False}])
 def test_stagger(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """First episodes end all over the time limit of six steps, after a checkpoint, too."""
+    """First episodes end all over the time limit of six steps, and are logged like all others."""
     # The observation counts the steps. It is made worth itself, so that the advantage of every
     # step is r + (n + 1) - n: also of the step that ends a shortened episode, if what it ended
-    # with is bootstrapped. Shortened episodes are reported nowhere, and all others are.
+    # with is bootstrapped.
     monkeypatch.setattr(ppo_continuous.Agent, "get_value", lambda self, obs: obs[:, 0])
     flags = flags | probe("ppo_continuous", "Overwriting", max_episode_steps=6)
     flags |= {"total_timesteps": 1536, "num_envs": 32, "num_steps": 24, "gamma": 1, "gae_lambda": 0}
-    flags |= {"seed": 2, "checkpoint_interval": 1, "update_epochs": 1, "eval_episodes": 0}
+    flags |= {"update_epochs": 1, "eval_episodes": 0}
     with kept_batches(ppo_continuous) as batches:
         score = ppo_continuous.train(ppo_continuous.Args(**flags))
-    expected = []
-    for rollout, batch in enumerate(batches):
+    for batch in batches:
         low, high = batch.advantages.aminmax()
         assert 1.01 < low <= high < low + 1e-4
-        firsts = []
-        for counts in batch.obs[:, 0].view(24, 32).T:
-            ends = [t for t in range(1, 24) if counts[t] == 0] + [24] * (counts[23] == 5)
-            assert {*np.diff(ends)} == {6}
-            firsts.append(ends[0])
-            expected += [32 * (24 * rollout + t) for t in ends if t > ends[0] or t == 6]
-        assert {*firsts} == ({6} if "stagger" in flags else {1, 2, 3, 4, 5, 6})
-    assert [step for step, _ in scalars("charts/episodic_return")] == sorted(expected)
-    assert {x for _, x in scalars("charts/episodic_return")} == {6.0}
-    assert {x for _, x in scalars("charts/episodic_length")} == {6.0}
+    firsts, lengths = set(), ([], [])
+    for counts in torch.cat([batch.obs.view(24, 32) for batch in batches]).T:
+        ends = [t for t in range(1, 48) if counts[t] == 0] + [48] * (counts[47] == 5)
+        assert {*np.diff(ends)} == {6}
+        firsts.add(ends[0])
+        for length, end in zip(np.diff([0, *ends]), ends, strict=True):
+            lengths[end > 24].append(length)
+    assert firsts == ({6} if "stagger" in flags else {1, 2, 3, 4, 5, 6})
+    means = [(768 * (i + 1), pytest.approx(np.mean(lengths[i]))) for i in (0, 1)]
+    assert scalars("charts/episodic_return") == scalars("charts/episodic_length") == means
     assert score == 6.0
+
+
+def test_without_a_time_limit() -> None:
+    """Where none is known, one sentence says how to give one; another, that no episode ended."""
+    flags = probe("ppo_continuous", "Overwriting", lengths=[10**9])
+    flags |= {"vectorization": "async", "total_timesteps": 512, "num_envs": 8, "eval_episodes": 1}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    process = command("ppo_continuous", *(f"--{k}={x}" for k, x in flags.items()), env=environment)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0
+    remedy = "--env-kwargs '{\"max_episode_steps\": 1000}'"
+    told = [line for line in stderr.splitlines() if "no time limit of probe_envs:Overw" in line]
+    assert len(told) == 1 and remedy in told[0]
+    told = [line for line in stdout.splitlines() if "no episode ended" in line]
+    assert len(told) == 1 and remedy in told[0]
+    assert "return nan over the last 0 episodes" in stdout
+    assert np.isnan(scalars("eval/return")[0][1])
 
 
 # Those of "The 37 Implementation Details", then where the scripts have others.
 CANONICAL = {"num_steps": 128, "num_minibatches": 4, "update_epochs": 4, "learning_rate": 2.5e-4}
-CANONICAL |= {"anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "recompute_advantages": False}
-CANONICAL |= {"norm_adv": True, "clip_coef": 0.2, "clip_vloss": True, "target_kl": None}
+CANONICAL |= {"anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "target_kl": None}
+CANONICAL |= {"norm_adv": True, "clip_coef": 0.2, "clip_vloss": True}
 CANONICAL |= {"ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5}
 OWN = {
-    "ppo": {"total_timesteps": 500_000, "num_envs": 4, "checkpoint_interval": 1000},
-    "ppo_atari": {"total_timesteps": 10_000_000, "num_envs": 8, "checkpoint_interval": 500},
-    "ppo_continuous": {"total_timesteps": 10**6, "num_envs": 64, "checkpoint_interval": 250},
+    "ppo": {"total_timesteps": 100_000, "num_envs": 16, "num_minibatches": 32},
+    "ppo_atari": {"total_timesteps": 10_000_000, "num_envs": 8, "clip_coef": 0.1},
+    "ppo_continuous": {"total_timesteps": 10**6, "num_envs": 64, "num_minibatches": 32},
 }
-OWN["ppo_atari"] |= {"clip_coef": 0.1, "repeat_action_probability": 0.0}
-OWN["ppo_continuous"] |= {"num_steps": 32, "num_minibatches": 32, "update_epochs": 10}
-OWN["ppo_continuous"] |= {"learning_rate": 4e-4, "max_grad_norm": 5.0, "target_kl": 0.02}
-OWN["ppo_continuous"] |= {"recompute_advantages": True, "norm_adv": False, "clip_vloss": False}
-OWN["ppo_continuous"] |= {"ent_coef": 0.0, "log_std_init": -0.5, "log_std_min": -2.0}
-OWN["ppo_continuous"] |= {"stagger": True}
+OWN["ppo"] |= {"learning_rate": 1e-3, "update_epochs": 10, "clip_vloss": False}
+OWN["ppo"] |= {"gamma": 0.999, "gae_lambda": 0.98}
+OWN["ppo_atari"] |= {"repeat_action_probability": 0.0}
+OWN["ppo_continuous"] |= {"num_steps": 32, "update_epochs": 10, "learning_rate": 4e-4}
+OWN["ppo_continuous"] |= {"max_grad_norm": 5.0, "target_kl": 0.02, "ent_coef": 0.0}
+OWN["ppo_continuous"] |= {"norm_adv": False, "clip_vloss": False, "stagger": True}
+OWN["ppo_continuous"] |= {"log_std_init": -0.5, "log_std_min": -2.0, "log_std_max": 1.0}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -238,26 +226,6 @@ def test_defaults(name: str) -> None:
     expected = CANONICAL | OWN[name]
     args = MODULES[name].Args()
     assert {flag: getattr(args, flag) for flag in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "env_id", "limit", "kwargs"),
-    [
-        ("ppo", "Acrobot-v1", 500, {}),
-        ("ppo_continuous", "Pendulum-v1", 200, {}),
-        ("ppo_continuous", "Pendulum-v1", 300, {"max_episode_steps": 300}),
-    ],
-)
-def test_checkpoints_that_cut(
-    name: str, env_id: str, limit: int, kwargs: dict, capsys: pytest.CaptureFixture
-) -> None:
-    """Where an interval is not two of the time limit's episodes long, the run names the flag."""
-    told = f"resets at checkpoints cut episodes of {limit} steps: raise --checkpoint-interval"
-    flags = {"env_id": env_id, "env_kwargs": json.dumps(kwargs), "num_minibatches": 2}
-    for steps, is_told in ((limit // 2 - 2, True), (limit // 2, False)):
-        sizes = {"num_steps": steps, "num_envs": 2, "total_timesteps": 2 * steps}
-        trained(name, **flags, **sizes, checkpoint_interval=4)
-        assert (told in capsys.readouterr().out) == is_told
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -269,7 +237,7 @@ def script(request: pytest.FixtureRequest) -> Any:
 def updated(script: Any, start: list, batch: Batch, **flags: Any) -> tuple[dict, list]:
     """What an update of the numbers that the network gives reports, and how it moves them."""
     numbers = torch.nn.Parameter(torch.tensor(start))
-    agent = SimpleNamespace(evaluate_actions=lambda *_: tuple(numbers))
+    agent = SimpleNamespace(evaluate_actions=lambda *_: tuple(numbers), parameters=lambda: [numbers])
     optimizer = torch.optim.SGD([numbers], lr=1.0)
     before, indices = numbers.detach().clone(), torch.arange(numbers.shape[1])
     metrics = script.update(agent, optimizer, batch, indices, script.Args(**flags))
@@ -309,7 +277,6 @@ def test_policy_loss(script: Any, max_grad_norm: float) -> None:
     # 1.5 is clipped to 1.2 where that is less, 0.5 to 0.8 where the advantage is negative.
     assert metrics["losses/policy_loss"] == pytest.approx((-1.2 + 1.5 - 0.5 + 0.8) / 4)
     assert metrics["losses/clipfrac"] == 1
-    assert metrics["losses/old_approx_kl"] == pytest.approx(-np.log(ratios).mean())
     assert metrics["losses/approx_kl"] == pytest.approx((ratios - 1 - np.log(ratios)).mean())
     gradient = np.array([0, 1.5, -0.5, 0]) / 4
     norm = np.linalg.norm(gradient)
@@ -338,22 +305,21 @@ def test_weights_of_the_losses(script: Any) -> None:
 FAR = [9.0] * 8
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize(
-    ("name", "target", "kls", "updates"),
+    ("target", "kls", "updates"),
     [
-        ("ppo", None, FAR, 8),
-        ("ppo_continuous", None, FAR, 8),
-        *((name, 0.01, [0.0, 0.02, 0.01, 0.01] * 2, 8) for name in SCRIPTS[:2]),  # not above it
-        *((name, 0.01, [0.0, 0.02, 0.01, 0.02, *FAR], 4) for name in SCRIPTS[:2]),  # above it
-        ("ppo_continuous", 0.01, [0.0, 0.02, 0.01, 0.01, 0.0, 0.06, *FAR], 6),  # a collapse
-        ("ppo_continuous", 0.01, [0.06, *FAR], 1),
-        ("ppo", 0.1, [0.0, 0.4, 0.0, 0.0, 0.1, 0.1, 0.1, 0.11], 8),  # only epochs' means count
+        (None, FAR, 8),
+        (0.0, FAR, 8),  # off
+        (0.01, [0.0, 0.02, 0.01, 0.01] * 2, 8),  # not above it
+        (0.01, [0.0, 0.02, 0.01, 0.02, *FAR], 4),  # above it
+        (0.1, [0.0, 0.4, 0.0, 0.0, 0.1, 0.1, 0.1, 0.11], 8),  # only epochs' means count
     ],
 )
 def test_target_kl(
     name: str, target: float | None, kls: list, updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An iteration's updates end by an epoch's mean or, continuous, a minibatch 5 times as far."""
+    """An iteration's updates end with an epoch of a mean above it; their number is logged."""
     seen, update = [], MODULES[name].update
 
     def with_these(*args: Any) -> dict[str, torch.Tensor]:
@@ -361,15 +327,14 @@ def test_target_kl(
         return update(*args) | {"losses/approx_kl": torch.tensor(kls[(len(seen) - 1) % updates])}
 
     monkeypatch.setattr(MODULES[name], "update", with_these)
-    trained(name, num_minibatches=4, update_epochs=2, total_timesteps=1024, target_kl=target)
+    sizes = {"num_envs": 2, "num_steps": 16, "total_timesteps": 64, "num_minibatches": 4}
+    trained(name, **sizes, update_epochs=2, target_kl=target)
     assert len(seen) == 2 * updates
+    assert scalars("losses/minibatches") == [(32, updates), (64, updates)]
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "kind", ["image", "integers", "float64", "discrete", "dict", "tuple", "empty"]
-)
-@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("kind", ["integers", "float64", "discrete", "dict", "tuple"])
 def test_observation_spaces(name: str, kind: str) -> None:
     """Observations of any space that flattens become a vector of floats, in gymnasium's order."""
     Spaces.seen.clear()
@@ -384,13 +349,21 @@ def test_observation_spaces(name: str, kind: str) -> None:
 
 
 def test_cartpole_is_learned() -> None:
-    """A fourteenth of the default run is enough for several times the return of chance, 22."""
-    flags = {"num_envs": 8, "total_timesteps": 35_840, "learning_rate": 1e-3}
-    assert ppo.train(ppo.Args(eval_episodes=0, **flags)) > 100
+    """A quarter of the default run is enough for several times the return of chance, 22."""
+    assert ppo.train(ppo.Args(eval_episodes=0, total_timesteps=24_576)) > 100
 
 
 @pytest.mark.slow
-def test_cartpole_is_solved() -> None:
-    """By the default run."""
-    ppo.train(ppo.Args())
-    assert scalars("eval/return")[-1][1] >= 475
+@pytest.mark.parametrize(
+    ("env_id", "steps", "score"),
+    [
+        ("CartPole-v1", 100_000, 475),
+        ("Acrobot-v1", 200_000, -100),
+        ("MountainCar-v0", 500_000, -110),
+        ("LunarLander-v3", 500_000, 200),
+    ],
+)
+def test_classic_tasks_are_solved(env_id: str, steps: int, score: float) -> None:
+    """By one set of defaults."""
+    ppo.train(ppo.Args(env_id, total_timesteps=steps))
+    assert scalars("eval/return")[-1][1] >= score

@@ -5,25 +5,30 @@
 # ///
 """PPO (arXiv:1707.06347) with a memory, for discrete actions, in a single file.
 
-ppo.py with an LSTM, for what one observation doesn't show; `diff` the two.
-
     python ppo_recurrent.py --env-id CartPole-v1 --mask-velocity
 
-"Detail n": see "The 37 Implementation Details of Proximal Policy Optimization", Huang et al. 2022,
-numbered through: 1-13 core, 14-22 Atari, 23-31 continuous actions, 32-36 LSTM.
+It is ppo.py with an LSTM, for what one observation doesn't show: `diff` the two. An
+update learns from whole sequences of steps, which begin with the LSTM's states in the rollout.
+
+Each iteration has three parts: the policy acts for `num_steps` in each of `num_envs` environments;
+generalized advantage estimation tells how much better each action was than expected; and gradient
+steps on shuffled minibatches of these samples, `update_epochs` times over, make the better ones
+more probable. As the policy moves away from the one that acted, each sample is weighted by the
+ratio of its probabilities, new to old, and clipping ends the reward for moving further.
+
+"Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization", Huang et
+al. 2022: 1-13 core, 14-22 Atari, 23-31 continuous actions (28-31: normalization), 32-36 LSTM.
+https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 """
 
 import json
 import random
-import signal
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import partial, reduce
 from pathlib import Path
 from typing import Literal
 
@@ -34,8 +39,8 @@ import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import FlattenObservation, RecordVideo, TransformObservation
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn, optim
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -46,71 +51,67 @@ class Args:
 
     env_id: str = "CartPole-v1"  # id of the environment; module:Name-v0 imports module first
     env_kwargs: str = "{}"  # its keywords, as JSON, like '{"is_slippery": false}'
-    total_timesteps: int = 500_000  # environment steps, all together; rounded down to rollouts
+    total_timesteps: int = 100_000  # environment steps, all together; rounded down to rollouts
     seed: int = 1  # seeds the environments, the network, the sampling and the shuffling
     exp_name: str = Path(__file__).stem  # part of the run folder's name
-    device: str = "cpu"  # cpu, cuda, cuda:N, mps, or auto: a GPU if there is one
-    num_threads: int = 1  # CPU threads of PyTorch, 0: its own choice; 1 is fastest for an MLP
+    device: str = "cpu"  # cpu, cuda, cuda:N or mps
+    num_threads: int = 1  # CPU threads of PyTorch; 1 is fastest for an MLP
     compile: bool = False  # compile the gradient step: seconds to start with, faster then
     vectorization: Literal["sync", "async", "vector_entry_point"] = "sync"  # see gym.make_vec
+    mask_velocity: bool = False  # hide the velocities of an environment in VISIBLE
     hidden_size: int = 64  # of the LSTM
-    mask_velocity: bool = False  # hide the velocities of the environments in VISIBLE
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project of Weights & Biases
 
-    checkpoint_interval: int = 1000  # iterations between checkpoints; each cuts running episodes
-    eval_episodes: int = 10  # episodes to evaluate, after the training or with --evaluate
-    eval_greedy: bool = True  # take the most probable actions in them, instead of sampling
-    eval_checkpoints: bool = False  # evaluate at every checkpoint, too: a learning curve
-    capture_video: bool = False  # record the evaluation's episodes in the run's folder
+    checkpoint_interval: int = 10  # iterations between checkpoints
     resume: str | None = None  # go on with the run in this folder; other flags change it
     evaluate: str | None = None  # train nothing, evaluate the run in this folder
+    eval_interval: int = 0  # iterations between evaluations in the training; 0: only at its end
+    eval_episodes: int = 10  # episodes of an evaluation; 0: evaluate nothing
+    eval_greedy: bool = True  # take the likeliest actions in it, instead of sampling
+    capture_video: bool = False  # record the evaluation's episodes in the run's folder
 
-    num_envs: int = 4  # environments stepped side by side
+    num_envs: int = 16  # environments stepped side by side
     num_steps: int = 128  # steps of each environment in a rollout
-    sequence_length: int = 32  # steps to backpropagate through; divides num_steps
-    num_minibatches: int = 4  # minibatches that a rollout is split into
-    update_epochs: int = 4  # passes over a rollout
-    learning_rate: float = 2.5e-4  # Adam's step size; its epsilon is 1e-5 (detail 3)
+    sequence_length: int = 32  # steps that a gradient goes back at most; divides num_steps
+    num_minibatches: int = 32  # minibatches that a rollout is split into
+    update_epochs: int = 10  # passes over a rollout
+    learning_rate: float = 1e-3  # Adam's step size; its epsilon is 1e-5 (detail 3)
     anneal_lr: bool = True  # let the learning rate fall to 0 linearly
-    gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    recompute_advantages: bool = False  # recompute values and advantages at each epoch
+    gamma: float = 0.999  # discount factor
+    gae_lambda: float = 0.98  # lambda of generalized advantage estimation
     norm_adv: bool = True  # normalize the advantages of each minibatch
     clip_coef: float = 0.2  # clip the probability ratio to 1 - clip_coef .. 1 + clip_coef
-    clip_vloss: bool = True  # clip the move of a value from its old estimate to +-clip_coef
+    clip_vloss: bool = False  # clip the move of a value from its old estimate to +-clip_coef
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
     target_kl: float | None = None  # no more epochs in this iteration after a mean KL above this
+
+    def __post_init__(self) -> None:
+        for name, x in vars(self).items():
+            if isinstance(x, int | float) and not 0 <= x < np.inf:
+                raise ValueError(f"{name}={x} must be a number from 0 on")
+        batch_size = self.num_envs * self.num_steps
+        if self.num_minibatches < 1 or batch_size % self.num_minibatches:
+            raise ValueError(f"num_minibatches={self.num_minibatches} must divide {batch_size=}")
+        if 0 in (batch_size, self.update_epochs, self.checkpoint_interval):
+            raise ValueError("num_envs, num_steps, update_epochs, checkpoint_interval start at 1")
+        json.loads(self.env_kwargs)
+        if self.sequence_length < 1 or self.num_steps % self.sequence_length:
+            raise ValueError(f"sequence_length={self.sequence_length} must divide num_steps")
+        if batch_size // self.sequence_length % self.num_minibatches:
+            raise ValueError("num_minibatches must divide the number of sequences in a rollout")
+        has_wrappers = self.vectorization != "vector_entry_point"
+        if self.mask_velocity and not (self.env_id in VISIBLE and has_wrappers):
+            raise ValueError(f"mask_velocity is for sync or async, and for {list(VISIBLE)}")
 
 
 VISIBLE = {"CartPole-v1": [1, 0, 1, 0], "LunarLander-v3": [1, 1, 0, 0, 1, 0, 1, 1]}  # 0: a velocity
 
 
 class UsageError(Exception):
-    """A mistake that the user can put right; the message says how, and the exit status is 2."""
-
-
-def check(args: Args) -> None:
-    """Raise `UsageError` for numbers that can't work."""
-    counts = "num_envs num_steps num_minibatches update_epochs checkpoint_interval"
-    counts += " hidden_size sequence_length"
-    rest = "seed num_threads eval_episodes learning_rate clip_coef ent_coef vf_coef max_grad_norm"
-    for names, low, high in (counts, 1, 1e9), (rest, 0, 1e9), ("gamma gae_lambda target_kl", 0, 1):
-        for name in names.split():
-            if not low <= (getattr(args, name) or 0) <= high:  # nan fails
-                raise UsageError(f"{name} must be {low} to {high:g}, not {getattr(args, name)}")
-    batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size < 2 * args.num_minibatches:
-        raise UsageError(f"{args.num_minibatches=} must divide {batch_size=} into 2 or more each")
-    if args.num_steps % args.sequence_length:
-        raise UsageError(f"{args.sequence_length=} must divide {args.num_steps=}")
-    if batch_size // args.sequence_length % args.num_minibatches:
-        raise UsageError(f"{args.num_minibatches=} must divide the rollout's sequences")
-    has_wrappers = args.vectorization != "vector_entry_point"
-    if args.mask_velocity and not (args.env_id in VISIBLE and has_wrappers):
-        raise UsageError(f"mask_velocity is for sync or async, and for {list(VISIBLE)}")
+    """A mistake that the user can put right; it is shown as one sentence, with exit status 2."""
 
 
 def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
@@ -120,30 +121,35 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     """
 
     def wrap(env: gym.Env) -> gym.Env:
-        # Add wrappers here (vector_entry_point has none). Each checkpoint and evaluation makes new
-        # ones: keep lasting state in Agent, as a buffer. Reported returns sum the wrapped rewards.
+        space = env.observation_space
+        if not space.is_np_flattenable or (space.dtype == np.uint8 and len(space.shape) > 1):
+            raise UsageError(f"{space} doesn't flatten well; for images, see recipes/images.diff")
         if videos:  # at most 3000 frames of each episode, as they are kept in memory
-            env = RecordVideo(env, videos, lambda i: i < args.eval_episodes, video_length=3000)
+            env = RecordVideo(env, videos, episode_trigger=lambda episode: True, video_length=3000)
         if args.mask_velocity:
             visible = np.float32(VISIBLE[args.env_id])
             env = TransformObservation(env, lambda obs: obs * visible, None)
-        return FlattenObservation(env)  # copies, as some environments overwrite what they return
+        return FlattenObservation(env)  # add wrappers here; vector_entry_point has none
 
-    mode = "sync" if videos else args.vectorization
-    try:
-        kwargs = json.loads(args.env_kwargs) | ({"render_mode": "rgb_array"} if videos else {})
-        if mode != "vector_entry_point":
-            kwargs |= {"vector_kwargs": {"autoreset_mode": "SameStep"}, "wrappers": [wrap]}
-        envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
-    except (gym.error.Error, ModuleNotFoundError, json.JSONDecodeError) as error:
-        raise UsageError(f"cannot make {args.env_id} with {args.env_kwargs}: {error}") from error
-    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+    mode = args.vectorization
+    if videos or (mode == "async" and num_envs == 1):
+        mode = "sync"
+    kwargs = json.loads(args.env_kwargs)
+    if videos:
+        kwargs["render_mode"] = "rgb_array"
+    if mode != "vector_entry_point":
+        kwargs["wrappers"] = [wrap]
+        kwargs["vector_kwargs"] = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
+    if envs.metadata["autoreset_mode"] != AutoresetMode.SAME_STEP:
         raise UsageError(f"{args.env_id} doesn't reset in the same step: {envs.metadata}")
     space = envs.single_action_space
-    if not isinstance(space, gym.spaces.Discrete) or space.start:
-        other = "see recipes/multi_discrete.diff, or ppo_continuous.py for a Box"
-        raise UsageError(f"{args.env_id} has actions {space}, not 0 to n - 1: {other}")
-    return RecordEpisodeStatistics(envs)
+    if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
+        raise UsageError(
+            f"{args.env_id} has actions {space}, not Discrete from 0 on: "
+            "see recipes/multi_discrete.diff, or ppo_continuous.py for a Box of real numbers"
+        )
+    return RecordEpisodeStatistics(envs, stats_key="episode_stats")
 
 
 def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
@@ -153,42 +159,62 @@ def layer_init(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
     return layer
 
 
-def in_numpy(layer: nn.Module) -> Callable:
-    """The layer as a NumPy function, faster for few rows; make it anew after each update."""
-    kind = None if layer._forward_hooks or layer._forward_pre_hooks else type(layer)
-    if kind is nn.Sequential:
-        functions = [in_numpy(x) for x in layer]
-        return lambda x: reduce(lambda y, function: function(y), functions, x)
-    if kind is nn.Linear and layer.bias is not None:
-        weight, bias = (x.numpy(force=True) for x in (layer.weight.T, layer.bias))
-        return lambda x: x @ weight + bias
-    if kind is nn.Tanh:
-        return np.tanh
-    device = next(layer.parameters(), torch.zeros(0)).device
-    return lambda x: layer(torch.as_tensor(x, device=device)).numpy(force=True)  # others: PyTorch
+class RunningMeanStd(nn.Module):
+    """Normalizes by the mean and standard deviation of what it was updated with (detail 28)."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    @property
+    def std(self) -> Tensor:
+        return (self.var + 1e-8).sqrt()
+
+    def update(self, samples: Tensor) -> None:
+        """Take in samples, (B, *shape) (Chan et al. 1979, equation 1.5)."""
+        if self.count > 0:  # clamp wild samples, of which one would outweigh all others
+            limit = 100 * self.std
+            samples = samples.clamp(self.mean - limit, self.mean + limit)
+        var, mean = torch.var_mean(samples, 0, correction=0)
+        self.count += len(samples)
+        share = len(samples) / self.count
+        delta = mean - self.mean
+        self.mean += share * delta
+        self.var += share * (var - self.var + (1 - share) * delta**2)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return ((samples - self.mean) / self.std).clamp(-10, 10)  # detail 29
 
 
 class Agent(nn.Module):
-    """Actor and critic on one LSTM. Its parameters and buffers are what is saved."""
+    """Actor and critic on one LSTM, of raw observations, which it normalizes.
+
+    Its parameters and buffers are saved; so what is learned or counted belongs here.
+    """
 
     def __init__(self, envs: VectorEnv, hidden_size: int) -> None:
         super().__init__()
         obs_size = envs.single_observation_space.shape[0]
-        self.num_actions = envs.single_action_space.n
+        self.obs_rms = RunningMeanStd(obs_size)
+        self.return_rms = RunningMeanStd()
         self.lstm = nn.LSTM(obs_size, hidden_size)
-        for name, x in self.lstm.named_parameters():  # detail 32
-            nn.init.zeros_(x) if "bias" in name else nn.init.orthogonal_(x)
-        self.lstm.bias_hh_l0.data[hidden_size : 2 * hidden_size] = 1  # forget less
-        size = hidden_size + obs_size  # of features
+        nn.init.orthogonal_(self.lstm.weight_ih_l0)  # detail 32
+        nn.init.orthogonal_(self.lstm.weight_hh_l0)
+        nn.init.zeros_(self.lstm.bias_ih_l0)
+        nn.init.zeros_(self.lstm.bias_hh_l0)
+        self.lstm.bias_hh_l0.data[hidden_size : 2 * hidden_size] = 1  # at first, forget less
+        features_size = hidden_size + obs_size
         self.actor = nn.Sequential(
-            layer_init(nn.Linear(size, 64)),
+            layer_init(nn.Linear(features_size, 64)),
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, self.num_actions), std=0.01),
+            layer_init(nn.Linear(64, envs.single_action_space.n), std=0.01),
         )
         self.critic = nn.Sequential(
-            layer_init(nn.Linear(size, 64)),
+            layer_init(nn.Linear(features_size, 64)),
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
@@ -196,76 +222,71 @@ class Agent(nn.Module):
         )
 
     def remember(self, obs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The features of observations, (T, B, obs_size), from B states on; the states after them.
+        """Take in T observations in each of B environments, (T, B, obs_size), from states on.
 
-        Features, (T, B, hidden_size + obs_size), are the LSTM's output, then the observation: what
-        actor and critic take as `obs`. States, (B, 2 * hidden_size): its output, then its cell.
+        Returns features, (T, B, hidden_size + obs_size), which actor and critic take: the LSTM's
+        output and the observation; and the states after, (B, 2 * hidden_size): its output and cell.
         """
+        obs = self.obs_rms(obs)
         states = [x.contiguous() for x in states[None].chunk(2, -1)]  # as cuDNN wants them
         outputs, states = self.lstm(obs, states)
         return torch.cat([outputs, obs], -1), torch.cat(states, -1)[0]
 
-    @torch.compiler.disable  # sizes vary with the pieces; an encoder here isn't compiled, either
+    @torch.compiler.disable  # PyTorch compiles no LSTM; what follows is compiled
     def get_features(self, obs: Tensor, states: Tensor, is_first: Tensor) -> Tensor:
-        """The features of steps that lie end to end, by one call of the LSTM (detail 36).
+        """Features of B steps, in sequences that lie end to end, (B, hidden_size + obs_size).
 
-        Where `is_first`, (B,), a piece begins with its state there; no gradient goes further back.
+        Where `is_first`, (B,), a sequence or an episode begins, with the state there (detail 36).
         """
         firsts = is_first.nonzero().squeeze(-1)
-        piece = is_first.cumsum(0) - 1
-        position = torch.arange(len(obs), device=obs.device) - firsts[piece]
-        padded = obs.new_zeros(int(position.max()) + 1, len(firsts), obs.shape[-1])
-        padded[position, piece] = obs
+        pieces = obs.tensor_split(firsts[1:].tolist())
+        padded = pad_sequence(pieces)  # (steps of the longest, number of pieces, obs_size)
         features, _ = self.remember(padded, states[firsts])
-        return features[position, piece]
+        return torch.cat([features[: len(x), i] for i, x in enumerate(pieces)])
 
-    def get_logits(self, obs: Tensor, actor: Callable) -> Tensor:
-        """Logits, (B, num_actions): of NumPy arrays to act, of tensors to learn. Mask both here."""
-        return actor(obs)
+    def get_logits(self, features: Tensor) -> Tensor:
+        """Logits of the actions, (B, num_actions). Mask actions here, by -1e8."""
+        return self.actor(features)
 
-    def sample_noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
-        """Gumbel noise, (*shape, num_actions): argmax(logits + noise) samples softmax."""
-        return rng.gumbel(size=(*shape, self.num_actions)).astype(np.float32)
-
-    def make_act(self) -> Callable:
-        """The policy until its update: act(obs, states, noise) -> actions, states; 0: its mode."""
-        actor = in_numpy(self.actor)
-
-        @torch.no_grad()
-        def act(obs: np.ndarray, states: Tensor, noise: np.ndarray | float) -> tuple:
-            obs = torch.as_tensor(obs, device=states.device)[None]
-            features, states = self.remember(obs, states)
-            logits = self.get_logits(features[0].numpy(force=True), actor)
-            return (logits + noise).argmax(-1), states
-
-        return act
-
-    def get_value(self, obs: Tensor) -> Tensor:
+    def get_value(self, features: Tensor) -> Tensor:
         """Estimated values, (B,)."""
-        return self.critic(obs).squeeze(-1)
+        return self.critic(features).squeeze(-1)
 
-    def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @torch.inference_mode()
+    def act(
+        self, obs: np.ndarray, states: np.ndarray, rng: np.random.Generator | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Actions, (B,): samples or, without rng, the likeliest; states after."""
+        obs = torch.as_tensor(obs, dtype=torch.float32, device=self.obs_rms.mean.device)
+        features, states = self.remember(obs[None], torch.as_tensor(states, device=obs.device))
+        logits = self.get_logits(features[0]).numpy(force=True)
+        if rng:  # the argmax of logits plus Gumbel noise is a sample of their softmax
+            logits = logits + rng.gumbel(size=logits.shape)
+        return logits.argmax(-1), states.numpy(force=True)
+
+    def evaluate_actions(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities, entropies and values, each (B,)."""
-        log_softmax = self.get_logits(obs, self.actor).log_softmax(-1)
-        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        log_softmax = self.get_logits(features).log_softmax(-1)
         logprobs = log_softmax.gather(-1, actions[:, None]).squeeze(-1)
-        return logprobs, entropy, self.get_value(obs)
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        return logprobs, entropy, self.get_value(features)
 
 
 def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, args: Args) -> dict:
     """Take a gradient step on the minibatch of these indices; return tensors to log, by name."""
-    minibatch = (x.index_select(0, indices) for x in batch)
+    minibatch = [x[indices] for x in batch]
     obs, states, is_first, actions, old_logprobs, advantages, returns, old_values = minibatch
     features = agent.get_features(obs, states, is_first)
     logprobs, entropy, values = agent.evaluate_actions(features, actions)
-    assert logprobs.shape == entropy.shape == values.shape == returns.shape  # (B,)
+    assert logprobs.shape == values.shape == returns.shape  # (B,), or they would broadcast
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 
-    # Policy loss (detail 8)
+    # Policy loss (equation 7, detail 8). Minimum: a ratio gains nothing beyond the clip range in
+    # its advantage's favour, but keeps its gradient where it went the wrong way.
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: clamp, compiled, freezes a number
+    clip = torch.full_like(ratio, args.clip_coef)  # a tensor can change when compiled
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -277,266 +298,242 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     value_loss = 0.5 * squared_errors.mean()
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()  # detail 10
-    # backward() and clip_grad_norm_(), by hand: one graph for torch.compile (detail 11)
-    parameters = [x for group in optimizer.param_groups for x in group["params"] if x.requires_grad]
-    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-    grad_norm = sum(x.square().sum() for x in gradients) ** 0.5
-    scale = (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = torch.empty_like(parameter).copy_(scale * gradient)  # same memory layout
-    with torch.no_grad():  # detail 12; both KL estimates: http://joschu.net/blog/kl-approx.html
+    with torch.no_grad():  # detail 12
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
             "losses/value_loss": value_loss.detach(),
             "losses/entropy": entropy.mean(),
-            "losses/old_approx_kl": -logratio.mean(),
-            "losses/approx_kl": (ratio - 1 - logratio).mean(),
+            "losses/approx_kl": (ratio - 1 - logratio).mean(),  # joschu.net/blog/kl-approx.html
             "losses/clipfrac": (ratio != clipped_ratio).float().mean(),
-            "losses/grad_norm": grad_norm,
         }
+
+    loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # detail 11
+    metrics["losses/grad_norm"] = grad_norm
     optimizer.step()
     return metrics
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the global generators: networks draw from them, some environments too (async: alike)."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+def set_up_torch(args: Args) -> None:
+    """Seed the global generators, which some environments use, too, and set the threads."""
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.num_threads)
+    torch.backends.cudnn.rnn.fp32_precision = "ieee"  # or TF32 would score otherwise than it acts
 
 
-def set_up_torch(args: Args) -> torch.device:
-    """Seed, set the number of threads, and return the device. Raises `UsageError`."""
-    seed_everything(args.seed)
-    torch.set_num_threads(args.num_threads or torch.get_num_threads())
-    torch.backends.cudnn.rnn.fp32_precision = "ieee"  # else TF32, another one for acting
-    name = args.device
-    try:
-        if name == "auto":
-            name = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        return torch.zeros(1, device=name).device
-    except Exception as error:
-        raise UsageError(f"no device {name}: {str(error).splitlines()[0]}") from error
-
-
-def load_checkpoint(folder: str | Path, agent: Agent | None = None) -> dict:
-    """The checkpoint of the run in this folder; loads the agent's weights. Raises `UsageError`."""
-    try:
-        checkpoint = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True)
-        if agent:
-            agent.load_state_dict(checkpoint["agent"])
-        return checkpoint | {"args": Args(**checkpoint["args"])}
-    except Exception as error:
-        raise UsageError(f"no checkpoint that fits in {folder}: {error!r}") from error
-
-
-def log(writer: SummaryWriter, scalars: dict, step: int) -> None:
-    """Write scalars as one event, and wait: the writer's thread would slow the next steps."""
-    values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
-    writer.file_writer.add_summary(Summary(value=values), step)
-    writer.flush()
+def load_checkpoint(folder: str | Path) -> dict:
+    """The checkpoint of the run in this folder. Raises `UsageError` if there is none."""
+    path = Path(folder, "checkpoint.pt")
+    if not path.is_file():
+        raise UsageError(f"there is no {path}")
+    return torch.load(path, "cpu")
 
 
 def evaluate(args: Args, folder: str | Path) -> float:
-    """Play episodes with a run's checkpoint; return their mean raw return, nan if none ends."""
-    device, rng = set_up_torch(args), np.random.default_rng(args.seed)
-    videos = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S}")
-    envs = make_envs(args, 1, videos if args.capture_video else None)
-    agent = Agent(envs, args.hidden_size).to(device).eval()
-    load_checkpoint(folder, agent)
-    act, returns = agent.make_act(), []
-    obs, _ = envs.reset(seed=args.seed)
-    states = torch.zeros(1, 2 * args.hidden_size, device=device)
+    """Play episodes with the run's checkpoint; return their mean raw return, nan if none ends."""
+    videos = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S}") if args.capture_video else None
+    envs = make_envs(args, 1, videos)
+    agent = Agent(envs, args.hidden_size).to(args.device).eval()
+    agent.load_state_dict(load_checkpoint(folder)["agent"])
+    rng = None if args.eval_greedy else np.random.default_rng(args.seed)
+    returns = []
+    states = np.zeros((1, 2 * args.hidden_size), np.float32)
+    obs, _ = envs.reset(seed=args.seed + 10**9)  # other episodes than the training's
     for _ in range(30_000 * args.eval_episodes):  # some episodes never end
-        noise = 0.0 if args.eval_greedy else agent.sample_noise(rng, 1)
-        actions, states = act(np.float32(obs), states, noise)
+        actions, states = agent.act(obs, states, rng)
         obs, _, _, _, infos = envs.step(actions)
-        if "episode" in infos:
-            states = torch.zeros_like(states)
-            returns.append(infos["episode"]["r"][0])
-            if len(returns) == args.eval_episodes:
-                break
+        if "episode_stats" in infos:
+            ended = infos["_episode_stats"]
+            states[ended] = 0
+            returns.extend(infos["episode_stats"]["r"][ended].tolist())
+        if len(returns) >= args.eval_episodes:
+            break
     envs.close()
-    mean = float(np.mean(returns or np.nan))
-    text = f"evaluated at {mean:.1f} ± {np.std(returns or 0):.1f} over {len(returns)} episodes"
-    with suppress(OSError):  # a closed pipe must not cost the result
-        tqdm.write(text)
+    if not returns:
+        tqdm.write("no episode ended: limit them, by --env-kwargs '{\"max_episode_steps\": 1000}'")
+        return np.nan
+    mean = float(np.mean(returns))
+    tqdm.write(f"evaluated at {mean:.1f} +- {np.std(returns):.1f} over {len(returns)} episodes")
     return mean
 
 
-STOP = []  # train ends once there is something in it
-
-
-def stop(number: int, frame: object) -> None:
-    """After Ctrl-C or another signal, finish the iteration, save, stop; the same again kills."""
-    STOP.append(signal.signal(number, signal.SIG_DFL))
-
-
 def train(args: Args, report: Callable | None = None) -> float:
-    """Train an agent in a new folder in `runs`, or resume the one in `args.resume`, with args.
+    """Train an agent in a new folder in `runs`, or go on with the one in `args.resume`.
 
     Returns the mean raw return of the last 100 episodes, nan if none ended. After each iteration
     `report(global_step, mean_return)` is called; if it returns True, the run is saved and ends.
     """
-    check(args)
-    config = json.loads(json.dumps(asdict(args)))  # plain numbers, which can be loaded safely
-    device, batch_size = set_up_torch(args), args.num_envs * args.num_steps
-    tensor = partial(torch.tensor, device=device)
-    envs = make_envs(args, 1)  # for its spaces; the loop makes all
-    agent = Agent(envs, args.hidden_size).to(device)
-    envs.close()
-    learning_rate = tensor(args.learning_rate)  # a float would recompile
-    optimizer = optim.Adam(agent.parameters(), learning_rate, eps=1e-5, fused=not args.compile)
-    torch._dynamo.config.trace_autograd_ops = args.compile  # autograd.grad within one graph
-    torch._logging.set_logs(dynamo=40)  # errors only: else it warns of the optimizer's profiling
-    torch.compiler.reset()  # forget what an earlier call of train compiled
+    set_up_torch(args)
+    torch._dynamo.config.trace_autograd_ops = True  # backward() within a compiled graph
     gradient_step = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
+    envs = make_envs(args, args.num_envs)
+    agent = Agent(envs, args.hidden_size).to(args.device)
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a float would compile anew
+    optimizer = optim.Adam(agent.parameters(), lr, eps=1e-5, fused=not args.compile)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path("runs", run_name.replace("/", "-").replace(":", "-"))
-    first_step, last_returns = 0, []
-    if args.resume:
-        folder, checkpoint = Path(args.resume), load_checkpoint(args.resume, agent)
-        first_step, last_returns = checkpoint["global_step"], checkpoint["last_returns"]
+    config = asdict(replace(args, resume=None))
+    global_step = 0
+    last_returns = []  # of the last 100 episodes
+    if args.resume is not None:
+        folder = Path(args.resume)
+        checkpoint = load_checkpoint(folder)
+        agent.load_state_dict(checkpoint["agent"])
+        if list(checkpoint["agent"]) != list(agent.state_dict()):  # Adam knows them by position
+            raise UsageError(f"parts of the agent are in another order: {[*checkpoint['agent']]}")
         optimizer.load_state_dict(optimizer.state_dict() | {"state": checkpoint["optimizer"]})
-    num_iterations = (args.total_timesteps - first_step) // batch_size
+        global_step = checkpoint["global_step"]
+        last_returns = checkpoint["last_returns"]
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = (args.total_timesteps - global_step) // batch_size
     if num_iterations < 1:
-        raise UsageError(f"nothing to train: raise total_timesteps to {first_step + batch_size}")
-    # The time limit of an episode, 1 if there is none
-    limit = max(1, envs.spec.kwargs.get("max_episode_steps", envs.spec.max_episode_steps) or 1)
-    if args.checkpoint_interval * args.num_steps < 2 * limit:
-        print(f"resets at checkpoints cut episodes of {limit} steps: raise --checkpoint-interval")
-
+        raise UsageError(f"nothing to train after {global_step=}: raise --total-timesteps")
     if args.track:
         import wandb
 
-        run = {"project": args.wandb_project_name, "id": folder.name, "resume": "allow"}
-        wandb.init(**run, config=config, sync_tensorboard=True)
-    writer = SummaryWriter(folder, purge_step=first_step + 1)
-    writer.add_text("hyperparameters", str(config), first_step)
-
-    # A rollout, on the CPU; real_next_obs has the last observation of an episode that ends
-    shape = args.num_steps, args.num_envs
-    obs, real_next_obs = np.zeros((2, *shape, *envs.single_observation_space.shape), np.float32)
-    actions = np.zeros((*shape, *envs.single_action_space.shape), envs.action_space.dtype)
-    rewards = np.zeros(shape, np.float32)
-    terminations, truncations = np.zeros((2, *shape), bool)
-    states, real_next_states = torch.zeros(2, *shape, 2 * args.hidden_size, device=device)
-
-    global_step, start_time = first_step, time.time()
+        run = {"project": args.wandb_project_name, "id": folder.name, "config": config}
+        wandb.init(**run, resume="allow", reinit="finish_previous", sync_tensorboard=True)
+    writer = SummaryWriter(folder, purge_step=global_step + 1)
+    writer.add_text("hyperparameters", str(config))
     print(f"training in {folder}")
-    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
-    try:
-        for iteration in range(num_iterations):
-            # Environments can't be saved: after each scheduled checkpoint every run makes new ones,
-            # seeded by the step. So a run resumed there equals one that never stopped.
-            if iteration % args.checkpoint_interval == 0:
-                rng = np.random.default_rng([args.seed, global_step])
-                env_seed = int(rng.integers(2**30))
-                seed_everything(env_seed)
-                envs = make_envs(args, args.num_envs)
-                next_obs, _ = envs.reset(seed=env_seed)
-                next_states = torch.zeros_like(states[0])  # detail 33
-            if args.anneal_lr:  # detail 4; for all groups without a rate of their own
-                share_left = 1 - global_step / args.total_timesteps
-                optimizer.param_groups[0]["lr"].fill_(args.learning_rate * share_left)
 
-            # Rollout. Weights don't change in it: noise comes before, log-probs and values after.
-            # evaluate_actions must score what act does: the KL wouldn't show a difference.
-            act, noise = agent.make_act(), agent.sample_noise(rng, *shape)
-            for t in range(args.num_steps):
-                obs[t], states[t] = next_obs, next_states
-                actions[t], next_states = act(obs[t], states[t], noise[t])
-                next_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(actions[t])
-                real_next_obs[t], real_next_states[t] = next_obs, next_states
-                global_step += args.num_envs
-                for i in np.flatnonzero(infos.get("_episode", [])):  # whose episode ended
-                    real_next_obs[t, i] = infos["final_obs"][i]  # next_obs is the next one's first
-                    next_states[i] = 0  # detail 34
-                    total, length = (float(infos["episode"][x][i]) for x in "rl")  # return, length
-                    last_returns = [*last_returns[-99:], total]
-                    charts = {"charts/episodic_return": total, "charts/episodic_length": length}
-                    log(writer, charts, global_step)
-            dones = terminations | truncations  # of step t; CleanRL's dones[t] are of step t - 1
-            # Environment by environment; a piece begins where an episode or a sequence does
-            b_obs, b_actions = (tensor(x).transpose(0, 1).flatten(0, 1) for x in (obs, actions))
-            is_first = np.roll(dones, 1, 0)
-            is_first[:: args.sequence_length] = True
-            pieces = b_obs, states.transpose(0, 1).flatten(0, 1), tensor(is_first.T).flatten()
-            is_cut = truncations.copy()  # where real_next_obs gives the next values
-            is_cut[-1] = True  # the last row, too
-            with torch.no_grad():
-                b_features = agent.get_features(*pieces)
-                b_logprobs, _, rollout_values = agent.evaluate_actions(b_features, b_actions)
+    def flatten(x: np.ndarray) -> Tensor:  # (num_steps, num_envs, ...) to (batch_size, ...)
+        return torch.as_tensor(x, device=args.device).flatten(0, 1)
 
-            optimizer.zero_grad()  # Adam would repeat the last gradient of what is frozen by now
-            metrics = defaultdict(list)
-            for epoch in range(args.update_epochs):
-                # GAE (arXiv:1506.02438, eq. 16; detail 5), once or at each epoch. The value after a
-                # termination is 0, after a truncation that of the episode's last observation.
-                if epoch == 0 or args.recompute_advantages:
-                    with torch.no_grad():
-                        b_values = rollout_values
-                        if epoch > 0:
-                            b_values = agent.get_value(agent.get_features(*pieces))
-                        end_obs = tensor(real_next_obs[is_cut])[None]
-                        end_features, _ = agent.remember(end_obs, real_next_states[is_cut])
-                        end_values = agent.get_value(end_features[0])
-                    values = b_values.view(shape[::-1]).T.numpy(force=True)
-                    next_values = np.roll(values, -1, 0)  # row t + 1; the last row's come below
-                    next_values[is_cut] = end_values.numpy(force=True)
-                    deltas = rewards + args.gamma * next_values * ~terminations - values
-                    discounts = args.gamma * args.gae_lambda * ~dones
-                    advantages, advantage = np.zeros_like(deltas), 0.0
-                    for t in reversed(range(args.num_steps)):
-                        advantages[t] = advantage = deltas[t] + discounts[t] * advantage
-                    b_advantages = tensor(advantages.T).flatten()
-                    b_returns = b_advantages + b_values  # the critic's targets
-                    batch = *pieces, b_actions, b_logprobs, b_advantages, b_returns, rollout_values
-                if epoch == 0:  # before the fit
-                    debug = {"values": b_values, "returns": b_returns, "advantages": b_advantages}
-                    explained_variance = 1 - b_advantages.var() / b_returns.var()
+    # A rollout, in NumPy, as the environments are
+    shape = (args.num_steps, args.num_envs)
+    obs = np.zeros((*shape, *envs.single_observation_space.shape), np.float32)
+    real_next_obs = np.zeros_like(obs)  # at an episode's end its last, not the next one's first
+    actions = np.zeros(shape, np.int64)
+    states = np.zeros((*shape, 2 * args.hidden_size), np.float32)
+    rewards = np.zeros(shape, np.float32)
+    terminations = np.zeros(shape, bool)
+    truncations = np.zeros_like(terminations)
+    # A row of indices for each sequence: consecutive steps of one environment, flattened
+    sequences = np.arange(batch_size).reshape(shape).T.reshape(-1, args.sequence_length)
 
-                # Update (details 6, 35)
-                sequences = np.arange(batch_size).reshape(-1, args.sequence_length)
-                b_indices = tensor(rng.permutation(sequences)).flatten()
-                for indices in b_indices.chunk(args.num_minibatches):
-                    for name, x in gradient_step(agent, optimizer, batch, indices, args).items():
-                        metrics[name].append(x.clone())  # CUDA graphs reuse x
-                kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
-                if args.target_kl and kls.mean() > args.target_kl:
-                    break
+    start_time = time.time()
+    rng = np.random.default_rng([args.seed, global_step])
+    next_obs, _ = envs.reset(seed=args.seed + global_step)
+    next_states = np.zeros_like(states[0])  # detail 33
+    discounted_return = 0.0
+    bar = tqdm(total=args.total_timesteps, initial=global_step, disable=None)
+    for iteration in range(1, num_iterations + 1):
+        learning_rate = args.learning_rate
+        if args.anneal_lr:  # detail 4
+            learning_rate *= 1 - global_step / args.total_timesteps
+        optimizer.param_groups[0]["lr"].fill_(learning_rate)
 
-            # Log
-            scalars = {name: torch.stack(x).mean().item() for name, x in metrics.items()}
-            if bad := [name for name, x in scalars.items() if not np.isfinite(x)]:
-                raise UsageError(f"infinite or nan at step {global_step}: {bad}")
-            scalars |= {f"debug/{name}": x.mean().item() for name, x in debug.items()}
-            scalars["losses/explained_variance"] = explained_variance.item()
-            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
-            scalars["charts/SPS"] = (global_step - first_step) / (time.time() - start_time)
-            log(writer, scalars, global_step)
-            mean_return = float(np.mean(last_returns or np.nan))
+        # Rollout
+        returns, lengths = [], []
+        for t in range(args.num_steps):
+            obs[t] = next_obs
+            states[t] = next_states
+            action, next_states = agent.act(next_obs, next_states, rng)
+            actions[t] = action
+            next_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(action)
+            real_next_obs[t] = next_obs
+            if "episode_stats" in infos:
+                ended = infos["_episode_stats"]
+                real_next_obs[t, ended] = np.stack(infos["final_obs"][ended])
+                next_states[ended] = 0  # detail 34
+                returns.extend(infos["episode_stats"]["r"][ended].tolist())
+                lengths.extend(infos["episode_stats"]["l"][ended].tolist())
+        dones = terminations | truncations
+        global_step += batch_size
+        for name, x in (("observations", obs), ("rewards", rewards)):
+            if not np.abs(x).max() < 1e15:  # nan isn't; squares of larger ones are infinite
+                raise FloatingPointError(f"nan, infinite or huge {name} before {global_step=}")
 
-            # Checkpoint
-            stops = STOP or (report and report(global_step, mean_return))
-            ends = iteration + 1 == num_iterations or stops
-            if (iteration + 1) % args.checkpoint_interval == 0 or ends:
-                saved = {"args": config, "global_step": global_step, "last_returns": last_returns}
-                saved |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()["state"]}
-                torch.save(saved, folder / "checkpoint.tmp")
-                (folder / "checkpoint.tmp").replace(folder / "checkpoint.pt")  # all or nothing
-                envs.close()
-                if args.eval_episodes and (args.eval_checkpoints or ends) and not stops:
-                    writer.add_scalar("eval/return", evaluate(args, folder), global_step)
-            bar.set_postfix_str(f"return {mean_return:.1f}", False)
-            bar.update(batch_size)
-            if ends:
+        # Scale rewards so that discounted sums, and values, are of about 1 (details 30, 31)
+        discounted_returns = np.zeros_like(rewards)
+        for t in range(args.num_steps):
+            discounted_return = args.gamma * discounted_return + rewards[t]
+            discounted_returns[t] = discounted_return
+            discounted_return = discounted_return * ~dones[t]
+        agent.return_rms.update(flatten(discounted_returns))
+        scaled_rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
+
+        # Values, before the update; after a truncation, the next is of the last observation
+        b_obs = flatten(obs)
+        b_next_obs = flatten(real_next_obs)
+        b_actions = flatten(actions)
+        b_states = flatten(states)
+        with torch.no_grad():
+            b_features, b_next_states = agent.remember(b_obs[None], b_states)
+            b_next_features, _ = agent.remember(b_next_obs[None], b_next_states)
+            b_logprobs, _, b_values = agent.evaluate_actions(b_features[0], b_actions)
+            values = b_values.view(shape).numpy(force=True)
+            next_values = agent.get_value(b_next_features[0]).view(shape).numpy(force=True)
+
+        # Generalized advantage estimation within episodes (arXiv:1506.02438, eq. 16; detail 5)
+        deltas = scaled_rewards + args.gamma * np.where(terminations, 0, next_values) - values
+        advantages = np.zeros_like(rewards)
+        advantage = 0.0
+        for t in reversed(range(args.num_steps)):
+            advantage = deltas[t] + args.gamma * args.gae_lambda * ~dones[t] * advantage
+            advantages[t] = advantage
+        b_advantages = flatten(advantages)
+        b_returns = b_advantages + b_values  # the critic's targets
+
+        # Update (details 6, 35)
+        is_first = np.zeros_like(dones)
+        is_first[1:] = dones[:-1]
+        is_first[:: args.sequence_length] = True
+        b_first = flatten(is_first)
+        batch = (b_obs, b_states, b_first, b_actions, b_logprobs, b_advantages, b_returns, b_values)
+        metrics = defaultdict(list)
+        for _ in range(args.update_epochs):
+            permutation = torch.as_tensor(rng.permutation(sequences).flatten(), device=args.device)
+            for indices in permutation.chunk(args.num_minibatches):
+                optimizer.zero_grad()  # here, as a compiled update can't
+                step_metrics = gradient_step(agent, optimizer, batch, indices, args)
+                for name, x in step_metrics.items():
+                    metrics[name].append(x.clone())  # CUDA graphs reuse x
+            kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
+            if args.target_kl is not None and kls.mean() > args.target_kl:
                 break
-    finally:
-        envs.close()
-        writer.close()
-        bar.close()
+        gradients = [x.grad for x in agent.parameters() if x.grad is not None]
+        if not 0 < nn.utils.get_total_norm(gradients) < np.inf:  # 0: zero_grad() within update
+            raise FloatingPointError(f"a gradient of 0, inf or nan before {global_step=}")
+        agent.obs_rms.update(b_obs)  # only now: a rollout and its updates normalize alike
+
+        # Log
+        scalars = {name: torch.stack(x).mean() for name, x in metrics.items()}
+        scalars["losses/explained_variance"] = 1 - (b_returns - b_values).var() / b_returns.var()
+        scalars["losses/minibatches"] = len(metrics["losses/approx_kl"])
+        scalars["charts/learning_rate"] = learning_rate
+        scalars["charts/SPS"] = iteration * batch_size / (time.time() - start_time)
+        if returns:
+            scalars["charts/episodic_return"] = np.mean(returns)
+            scalars["charts/episodic_length"] = np.mean(lengths)
+        for name, x in scalars.items():
+            writer.add_scalar(name, x, global_step)
+        last_returns = (last_returns + returns)[-100:]
+        mean_return = float(np.mean(last_returns)) if last_returns else np.nan
+        bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
+        bar.update(batch_size)
+
+        # Checkpoint
+        is_last = bool(report and report(global_step, mean_return)) or iteration == num_iterations
+        is_evaluated = is_last or (args.eval_interval and iteration % args.eval_interval == 0)
+        if is_evaluated or iteration % args.checkpoint_interval == 0:
+            saved = {"args": config, "global_step": global_step, "last_returns": last_returns}
+            saved["agent"] = agent.state_dict()
+            saved["optimizer"] = optimizer.state_dict()["state"]
+            torch.save(saved, folder / "checkpoint.tmp")
+            (folder / "checkpoint.tmp").replace(folder / "checkpoint.pt")  # all or nothing
+        if is_last:
+            envs.close()  # first: some simulators exist only once
+        if is_evaluated and args.eval_episodes:
+            writer.add_scalar("eval/return", evaluate(args, folder), global_step)
+        if is_last:
+            break
+    bar.close()
+    writer.close()
     print(f"return {mean_return:.1f} over the last {len(last_returns)} episodes; {folder}")
     return mean_return
 
@@ -544,15 +541,14 @@ def train(args: Args, report: Callable | None = None) -> float:
 if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
-        if folder := args.resume or args.evaluate:  # parse again: the run's arguments are defaults
-            args = tyro.cli(Args, default=load_checkpoint(folder)["args"])
-        if args.evaluate:
+        folder = args.resume or args.evaluate
+        if folder:  # parse again: the run's arguments are the defaults
+            args = tyro.cli(Args, default=Args(**load_checkpoint(folder)["args"]))
+        if args.evaluate is not None:
+            set_up_torch(args)
             evaluate(args, args.evaluate)
         else:
-            for number in signal.valid_signals() & {1, 2, 15}:  # SIGHUP, SIGINT, SIGTERM
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores the first
-                    signal.signal(number, stop)
             train(args)
-    except UsageError as error:
+    except (UsageError, gym.error.UnregisteredEnv) as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)
