@@ -1,0 +1,90 @@
+"""The README's changes of a few lines, made in ppo.py as a reader would."""
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from helpers import SHORT, load, only_run, scalars
+
+SNIPPETS = re.findall(r"^```diff\n(.+?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+
+
+def changed(word: str) -> ModuleType:
+    """ppo.py with the only snippet that has this word."""
+    (snippet,) = [x for x in SNIPPETS if word in x]
+    source = (ROOT / "ppo.py").read_text()
+    for hunk in snippet.split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(x[1:] for x in lines if x[0] in " " + sign) for sign in "-+")
+        assert source.count(before) == 1, f"ppo.py has not one place like:\n{before}"
+        source = source.replace(before, after)
+    Path("my_ppo.py").write_text(source)
+    return load(Path("my_ppo.py"))
+
+
+def trained(word: str, **flags: float) -> ModuleType:
+    """The changed script, after a short run."""
+    script = changed(word)
+    script.train(script.Args(**SHORT["ppo"] | flags))
+    return script
+
+
+def test_every_snippet_is_tested() -> None:
+    """One test below each."""
+    words = ["np.cos", "smooth_l1", "RMSprop", "as they are", "best_return"]
+    assert [sum(word in x for x in SNIPPETS) for word in words] == [1] * len(SNIPPETS)
+
+
+def test_cosine() -> None:
+    """The learning rate follows half a wave, from its start towards 0."""
+    trained("np.cos", total_timesteps=4 * 512, num_envs=4, num_minibatches=4, learning_rate=1e-3)
+    rates = [x for _, x in scalars("charts/learning_rate")]
+    expected = [1e-3, 1e-3 * (0.5 + 0.5**1.5), 0.5e-3, 1e-3 * (0.5 - 0.5**1.5)]
+    assert rates == pytest.approx(expected)
+
+
+def test_smooth_l1() -> None:
+    """Errors of 0.5 and -2, of which one is above 1, by hand; and it trains."""
+    script = trained("smooth_l1")
+    args = script.Args(vf_coef=1.0)
+    values = torch.tensor([0.0, 0.0], requires_grad=True)
+    agent = torch.nn.Module()
+    agent.values = torch.nn.Parameter(values)
+    zeros = torch.zeros(2)
+    agent.evaluate_actions = lambda *_: (agent.values * 0, zeros, agent.values)
+    optimizer = torch.optim.SGD(agent.parameters(), 0.0)
+    batch = (zeros, zeros, zeros, zeros, torch.tensor([-0.5, 2.0]), zeros)
+    metrics = script.update(agent, optimizer, batch, torch.arange(2), args)
+    assert metrics["losses/value_loss"].item() == pytest.approx((0.5 * 0.5**2 + 2 - 0.5) / 2)
+
+
+def test_rmsprop() -> None:
+    """RMSprop has one average for each weight, and learns."""
+    script = trained("RMSprop")
+    states = script.load_checkpoint(only_run())["optimizer"].values()
+    assert all({*state} == {"step", "square_avg"} for state in states)
+    assert all(state["square_avg"].any() for state in states)
+
+
+def test_unscaled_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where values are 0 and gamma is, advantages are CartPole's rewards, 1."""
+    script, seen = changed("as they are"), []
+    monkeypatch.setattr(script.Agent, "get_value", lambda agent, obs: 0 * agent.critic(obs)[:, 0])
+    update = script.update
+    monkeypatch.setattr(script, "update", lambda *x: seen.append(x[2][3]) or update(*x))
+    script.train(script.Args(**SHORT["ppo"] | {"gamma": 0.0}))
+    assert all((advantages == 1).all() for advantages in seen)
+
+
+def test_best_checkpoint() -> None:
+    """The best checkpoint is of the best mean return so far, and can be evaluated."""
+    script, scores = changed("best_return"), []
+    args = script.Args(**SHORT["ppo"] | {"total_timesteps": 8192, "checkpoint_interval": 1})
+    script.train(args, lambda step, score: scores.append(score))
+    best = script.load_checkpoint(only_run() / "best")
+    assert np.mean(best["last_returns"]) == pytest.approx(np.nanmax(scores))
+    assert script.evaluate(script.Args(eval_episodes=1), only_run() / "best") > 0
