@@ -163,7 +163,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         envs = RecordVideo(
             RenderScreens(envs),
             videos,
-            episode_trigger=lambda game: True,
+            episode_trigger=lambda game: game < args.eval_episodes,
             video_length=10_000,
             fps=15,
         )
@@ -420,8 +420,8 @@ def train(args: Args, report: Callable | None = None) -> float:
             kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
             if args.target_kl is not None and kls.mean() > args.target_kl:
                 break
-        gradients = [x.grad for x in agent.parameters() if x.grad is not None]
-        if not 0 < nn.utils.get_total_norm(gradients) < np.inf:  # 0: zero_grad() within update
+        grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # measures, clips nothing
+        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # 0: zero_grad() in update
             raise FloatingPointError(f"a gradient of 0, inf or nan before {global_step=}")
 
         # Log

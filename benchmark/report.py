@@ -195,7 +195,8 @@ def short_speeds() -> str:
                 if found.get(f"of {peer}'s") and (flag or peer != "LeanRL"):  # whose is compiled
                     median = float(found[f"of {peer}'s"].split()[0])
                     line[f"{prefix}of {peer}'s"] = f"{median:.1f}"
-        lines.append(line)
+        if line["steps/s"]:
+            lines.append(line)
     return table(lines)
 
 

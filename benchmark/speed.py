@@ -66,13 +66,13 @@ BREAKOUT = "ppo_atari.py --env-id ALE/Breakout-v5 --total-timesteps 8192"
 CANONICAL, CLEANRL = (LISTS["settings"][x] for x in ("canonical", "cleanrl"))
 # ppo.py's and ppo_continuous.py's defaults, for who has others; these have no KL target.
 LIKE_PPO = "--num-envs 16 --num-minibatches 32 --update-epochs 10 --learning-rate 1e-3"
-LIKE_PPO += " --gamma 0.999 --gae-lambda 0.98 --no-clip-vloss"
+LIKE_PPO += " --gamma 0.999 --gae-lambda 0.98 --no-norm-adv --no-clip-vloss --ent-coef 0.002"
 LIKE_CONTINUOUS = "--num-envs 64 --num-steps 32 --learning-rate 4e-4 --max-grad-norm 5"
 LIKE_CONTINUOUS += " --no-norm-adv --no-clip-vloss"
 NO_KL = "--target-kl None"
 MEMORY = "variants/ppo_recurrent.py --mask-velocity --total-timesteps 12800 --num-envs 8"
 MEMORY += " --num-steps 32 --num-minibatches 1 --update-epochs 20 --learning-rate 1e-3"
-MEMORY += " --gamma 0.98 --gae-lambda 0.8 --ent-coef 0 --no-clip-vloss"
+MEMORY += " --gamma 0.98 --gae-lambda 0.8 --norm-adv --no-clip-vloss --ent-coef 0"
 PEERS = {  # case: our script, its runs, Stable-Baselines3's steps, CleanRL's script
     "CartPole-v1": (
         f"{CARTPOLE} {CLEANRL} --total-timesteps 102400",

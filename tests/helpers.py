@@ -20,10 +20,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 MODULES = {name: __import__(name) for name in SCRIPTS}
 # A run of each script that takes a moment: four iterations, or two.
 SHORT = {
-    "ppo": {"total_timesteps": 2048, "num_envs": 4, "num_minibatches": 4, "update_epochs": 4},
+    "ppo": {"total_timesteps": 2048, "num_envs": 4, "num_steps": 128, "num_minibatches": 4},
     "ppo_continuous": {"env_id": "Pendulum-v1", "total_timesteps": 2048, "num_envs": 2},
     "ppo_atari": {"total_timesteps": 256, "num_envs": 2, "num_steps": 64, "device": "cpu"},
 }
+SHORT["ppo"] |= {"update_epochs": 4}
 SHORT["ppo_continuous"] |= {"num_steps": 256, "num_minibatches": 8}
 SHORT["ppo_atari"] |= {"num_threads": 1}
 SHORT = {name: flags | {"eval_episodes": 0} for name, flags in SHORT.items()}

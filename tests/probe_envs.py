@@ -7,16 +7,7 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import (
-    Box,
-    Dict,
-    Discrete,
-    Graph,
-    MultiBinary,
-    MultiDiscrete,
-    Sequence,
-    Tuple,
-)
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
 Step = tuple[np.ndarray, float, bool, bool, dict]
 
@@ -75,7 +66,7 @@ class Endless(Probe):
 
 
 class Overwriting(Probe):
-    """Counts to each of `lengths` in turn; worth 1 a step. The array it returns is always one."""
+    """Counts to each of `lengths` in turn; worth 1 a step. It returns one array, takes no seed."""
 
     observation_space = Box(0, 99, (1,), np.float32)
 
@@ -87,7 +78,6 @@ class Overwriting(Probe):
         self.count = np.zeros(1, np.float32)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
-        super().reset(**kwargs)
         self.length = next(self.lengths)
         self.count[:] = 0
         return self.count, {}
@@ -180,8 +170,8 @@ class Spaces(Probe):
             "discrete": Discrete(7, start=3),
             "dict": Dict({"a": Box(-1, 1, (2, 2)), "b": Discrete(3)}),
             "tuple": Tuple((MultiBinary(4), MultiDiscrete([2, 5]), Box(0, 9, (1,), np.int64))),
-            "sequence": Sequence(Discrete(2)),
-            "graph": Graph(Discrete(2), None),
+            "sequence": gym.spaces.Sequence(Discrete(2)),
+            "graph": gym.spaces.Graph(Discrete(2), None),
         }[kind]
 
     def observe(self) -> Any:

@@ -101,17 +101,6 @@ def test_every_gradient_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     assert calls == [(ppo.update, False)] * 64 + [(ppo.update, True)] * 16
 
 
-def test_layouts() -> None:
-    """A hacker's agent whose weights lie in another order in memory learns the same ones."""
-    script = MODULES["ppo_atari"]
-    agent, batch, args = setting(script)
-    expected = stepped(script.update, agent, batch, args)
-    agent.to(memory_format=torch.channels_last)
-    agent.network[7].weight.data = agent.network[7].weight.data.T.contiguous().T  # as from JAX
-    assert sum(not x.is_contiguous() for x in agent.parameters()) == 4
-    assert_same_steps(stepped(script.update, agent, batch, args), expected, agent)
-
-
 @NEEDS_GPU
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("name", SCRIPTS)

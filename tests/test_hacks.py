@@ -20,7 +20,7 @@ from helpers import (
     trained,
     watching,
 )
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 import ppo
 
@@ -86,37 +86,6 @@ def test_freezing() -> None:
         trained("ppo", freeze)
     moved = {x for x, weights in seen[0].items() if not torch.equal(weights, seen[-1][x])}
     assert moved == {x for x in seen[0] if x.startswith("actor.")}
-
-
-@pytest.mark.parametrize("name", MLPS)
-def test_adamw(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With AdamW in Adam's place, what has no gradient decays, by 0.01 of the rate a step."""
-    monkeypatch.setattr(optim, "Adam", optim.AdamW)
-    flags = {"learning_rate": 0.1, "anneal_lr": False, "update_epochs": 1, "num_minibatches": 4}
-    start, agent = hacked(name, share, monkeypatch, **flags, target_kl=None, vf_coef=0.0)
-    expected = start["critic.4.weight"] * (1 - 0.1 * 0.01) ** 16
-    torch.testing.assert_close(agent.critic[-1].weight.data, expected)
-
-
-def test_module_outside_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in loss and optimizer, but not in the agent, learns, at a rate of its own."""
-    outside, seen, made = nn.Parameter(torch.tensor(0.0)), [], []
-    adam, get_value = optim.Adam, ppo.Agent.get_value
-
-    def with_outside(parameters: Any, lr: Tensor, **kwargs: Any) -> optim.Optimizer:
-        groups = [{"params": [*parameters]}, {"params": [outside], "lr": torch.tensor(4e-3)}]
-        made.append(adam(groups, lr, **kwargs))
-        return made[0]
-
-    monkeypatch.setattr(optim, "Adam", with_outside)
-    monkeypatch.setattr(ppo.Agent, "get_value", lambda *inputs: get_value(*inputs) + outside)
-    with watching(ppo, lambda *_: seen.append(outside.item())):
-        trained("ppo", learning_rate=1e-3)
-    assert seen[1] == pytest.approx(4e-3, rel=1e-3)  # Adam's first step is its rate
-    assert seen == sorted(seen)  # as all returns are positive
-    assert seen[-1] > 0.1
-    rates = [float(group["lr"]) for group in made[0].param_groups]
-    assert rates == pytest.approx([1e-3 / 4, 4e-3])  # the last of four iterations
 
 
 def test_masked_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from helpers import MODULES
 
 TOKENS = {"ppo": 3600, "ppo_continuous": 4000, "ppo_atari": 3650}
 FLAGS = {"ppo": 35, "ppo_continuous": 38, "ppo_atari": 36}
-CHANGED = {"ppo_continuous": 135, "ppo_atari": 250}  # lines, from ppo.py
+CHANGED = {"ppo_continuous": 135, "ppo_atari": 255}  # lines, from ppo.py
 FUNCTION = 50  # lines, but for:
 TRAIN = 165
 DENSITY = 10.0  # tokens of a line with code: fuller lines are no gain

@@ -78,17 +78,6 @@ def test_checkpoints_touch_nothing(short: Any) -> None:
     assert_same(evaluated, content(short.run))
 
 
-def test_learning_rate(short: Any) -> None:
-    """It falls linearly, to 0 after the last iteration, or stays."""
-    args, num_iterations = short.args, len(short.reports)
-    sizes = {"num_steps": args.num_steps // 4, "total_timesteps": args.total_timesteps // 4}
-    stays = trained(short.name, **FLAGS[short.name] | sizes | {"anneal_lr": False})
-    falling = [1 - i / num_iterations for i in range(num_iterations)]
-    for run, shares in (short.run, falling), (stays, [1] * num_iterations):
-        rates = [rate / args.learning_rate for _, rate in scalars("charts/learning_rate", run)]
-        assert rates == pytest.approx(shares)
-
-
 def test_report_and_scalars(short: Any) -> None:
     """Each iteration ends with a report, the last of which has the score, and CleanRL's scalars."""
     args, logged = short.args, all_scalars(short.run)
@@ -106,17 +95,6 @@ def test_report_and_scalars(short: Any) -> None:
     ):
         unexplained = (batch.returns - batch.values).var() / batch.returns.var()
         assert explained == pytest.approx(1 - unexplained.item(), abs=1e-4)
-
-
-@BOTH
-def test_noise_does_not_repeat(name: str) -> None:
-    """It is another one in each iteration, where environments seed the global generators, too."""
-    # Hardly anything is learned, so that the same noise would give the same actions.
-    with kept_batches(MODULES[name]) as batches:
-        trained(name, **probe(name, "Careless"), learning_rate=1e-30, update_epochs=1)
-    correlations = np.corrcoef([batch.actions.flatten() for batch in batches])
-    assert correlations.shape == (4, 4)
-    assert abs(correlations - np.eye(4)).max() < 0.3
 
 
 def test_nothing_is_left_running() -> None:
@@ -184,6 +162,15 @@ def test_stagger(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     assert score == 6.0
 
 
+def test_stagger_is_seeded() -> None:
+    """The same seed shortens the same episodes, where an environment takes none, too."""
+    flags = probe("ppo_continuous", "Overwriting", lengths=[99], max_episode_steps=50)
+    with kept_batches(ppo_continuous) as batches:
+        for _ in range(2):
+            trained("ppo_continuous", **flags, total_timesteps=512)
+    assert torch.equal(batches[0].obs, batches[1].obs)
+
+
 def test_without_a_time_limit() -> None:
     """Where none is known, one sentence says how to give one; another, that no episode ended."""
     flags = probe("ppo_continuous", "Overwriting", lengths=[10**9])
@@ -212,7 +199,7 @@ OWN = {
     "ppo_continuous": {"total_timesteps": 10**6, "num_envs": 64, "num_minibatches": 32},
 }
 OWN["ppo"] |= {"learning_rate": 1e-3, "update_epochs": 10, "clip_vloss": False}
-OWN["ppo"] |= {"gamma": 0.999, "gae_lambda": 0.98}
+OWN["ppo"] |= {"gamma": 0.999, "gae_lambda": 0.98, "norm_adv": False, "ent_coef": 0.002}
 OWN["ppo_atari"] |= {"repeat_action_probability": 0.0}
 OWN["ppo_continuous"] |= {"num_steps": 32, "update_epochs": 10, "learning_rate": 4e-4}
 OWN["ppo_continuous"] |= {"max_grad_norm": 5.0, "target_kl": 0.02, "ent_coef": 0.0}
@@ -237,7 +224,9 @@ def script(request: pytest.FixtureRequest) -> Any:
 def updated(script: Any, start: list, batch: Batch, **flags: Any) -> tuple[dict, list]:
     """What an update of the numbers that the network gives reports, and how it moves them."""
     numbers = torch.nn.Parameter(torch.tensor(start))
-    agent = SimpleNamespace(evaluate_actions=lambda *_: tuple(numbers), parameters=lambda: [numbers])
+    agent = SimpleNamespace(
+        evaluate_actions=lambda *_: tuple(numbers), parameters=lambda: [numbers]
+    )
     optimizer = torch.optim.SGD([numbers], lr=1.0)
     before, indices = numbers.detach().clone(), torch.arange(numbers.shape[1])
     metrics = script.update(agent, optimizer, batch, indices, script.Args(**flags))

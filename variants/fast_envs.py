@@ -13,6 +13,10 @@ is what `infos` has. It pays from 16 environments on for HalfCheetah, from 64 on
 
 `Arrays/CartPole-v1` is gymnasium's CartPole, all environments in one array. It pays from 16 on.
 
+The first episodes are cut at random steps, as `Stagger` in ppo_continuous.py does, so that not all
+end together; an evaluation's, of one environment, aren't. `--env-kwargs '{"stagger": false}'` cuts
+none, `{"max_episode_steps": 100}` sets the limit of all, -1 lifts it.
+
 With `--vectorization sync` or `async`, and for videos, each id is gymnasium's own environment.
 """
 
@@ -41,7 +45,9 @@ NO_LIMIT = 10**9
 
 def float32(space: Space) -> Space:
     """The space, with float32 in place of float64."""
-    return Box(space.low, space.high, dtype=np.float32) if isinstance(space, Box) else space
+    if isinstance(space, Box):
+        space = Box(space.low.astype(np.float32), space.high.astype(np.float32))
+    return space
 
 
 class FastEnvs(VectorEnv):
@@ -51,11 +57,23 @@ class FastEnvs(VectorEnv):
     failure at its limit for a truncation.
     """
 
-    def __init__(self, make: Callable, spaces: tuple, num_envs: int, limit: int) -> None:
-        self.make, self.envs, self.num_envs = make, None, num_envs
-        self.limit = NO_LIMIT if limit == -1 else limit
+    def __init__(
+        self,
+        make: Callable,
+        observation_space: Space,
+        action_space: Space,
+        num_envs: int,
+        max_episode_steps: int,
+        stagger: bool,
+    ) -> None:
+        self.make = make
+        self.envs = None
+        self.num_envs = num_envs
+        self.limit = NO_LIMIT if max_episode_steps == -1 else max_episode_steps
+        self.stagger = stagger
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-        self.single_observation_space, self.single_action_space = map(float32, spaces)
+        self.single_observation_space = float32(observation_space)
+        self.single_action_space = float32(action_space)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
@@ -63,48 +81,43 @@ class FastEnvs(VectorEnv):
         super().reset(seed=seed)
         if self.envs is None or seed is not None:
             self.envs = self.make(self.np_random)
-        self._elapsed_steps = np.zeros(self.num_envs, int)
+        self.elapsed_steps = np.zeros(self.num_envs, int)
+        if self.stagger and self.num_envs > 1:
+            self.elapsed_steps = self.np_random.integers(self.limit, size=self.num_envs)
         obs, infos = self.envs.reset()
         return obs.astype(np.float32), infos
 
     def step(self, actions: np.ndarray) -> tuple:
         obs, rewards, terminations, _, infos = self.envs.step(actions)
         obs = obs.astype(np.float32)  # a copy
-        self._elapsed_steps += 1
-        truncations = self._elapsed_steps >= self.limit
+        self.elapsed_steps += 1
+        truncations = self.elapsed_steps >= self.limit
         dones = terminations | truncations
         if dones.any():
             infos |= {"final_obs": obs.copy(), "_final_obs": dones}
             obs[dones], _ = self.envs.reset(options={"reset_mask": dones})
-            self._elapsed_steps[dones] = 0
+            self.elapsed_steps[dones] = 0
         return obs, rewards, terminations, truncations, infos
-
-    def set_attr(self, name: str, values: list) -> None:
-        """Set an attribute of each environment: `_elapsed_steps`, to stagger them."""
-        setattr(self, name, np.array(values))
 
     def close_extras(self, **kwargs: Any) -> None:
         self.envs = None  # ends EnvPool's threads
 
 
-def make_pool(env_id: str, num_envs: int, max_episode_steps: int = -1, **kwargs: Any) -> FastEnvs:
+def make_pool(
+    env_id: str, num_envs: int, max_episode_steps: int = -1, stagger: bool = True, **kwargs: Any
+) -> FastEnvs:
     """EnvPool's environments, whose seeds can be given only where they are made."""
-    try:
-        import envpool
+    import envpool
 
-        kwargs |= {"num_envs": num_envs, "max_episode_steps": NO_LIMIT}
-        spec = envpool.make_spec(env_id, **kwargs)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"EnvPool/{env_id} needs pip install envpool") from error
-    except (AssertionError, TypeError) as error:  # an unknown id or keyword
-        raise gym.error.Error(str(error)) from error
+    kwargs |= {"num_envs": num_envs, "max_episode_steps": NO_LIMIT}
+    spec = envpool.make_spec(env_id, **kwargs)
 
     def make(rng: np.random.Generator) -> VectorEnv:
         seeds = rng.integers(2**31, size=num_envs).tolist()
         return envpool.make_gymnasium(env_id, seed=seeds, **kwargs)
 
-    spaces = spec.gymnasium_observation_space, spec.gymnasium_action_space
-    return FastEnvs(make, spaces, num_envs, max_episode_steps)
+    spaces = (spec.gymnasium_observation_space, spec.gymnasium_action_space)
+    return FastEnvs(make, *spaces, num_envs, max_episode_steps, stagger)
 
 
 class CartPoles(CartPoleVectorEnv):
@@ -119,7 +132,9 @@ class CartPoles(CartPoleVectorEnv):
         return self.state.T[mask], {}
 
 
-def make_cartpoles(num_envs: int, max_episode_steps: int = -1, **kwargs: Any) -> FastEnvs:
+def make_cartpoles(
+    num_envs: int, max_episode_steps: int = -1, stagger: bool = True, **kwargs: Any
+) -> FastEnvs:
     """CartPole on arrays."""
     envs = CartPoles(num_envs, NO_LIMIT, **kwargs)
 
@@ -127,12 +142,12 @@ def make_cartpoles(num_envs: int, max_episode_steps: int = -1, **kwargs: Any) ->
         envs.np_random = rng
         return envs
 
-    spaces = envs.single_observation_space, envs.single_action_space
-    return FastEnvs(make, spaces, num_envs, max_episode_steps)
+    spaces = (envs.single_observation_space, envs.single_action_space)
+    return FastEnvs(make, *spaces, num_envs, max_episode_steps, stagger)
 
 
-def make_single(env_id: str, **kwargs: Any) -> gym.Env:
-    """gymnasium's environment, without the wrappers that `gym.make` adds again."""
+def make_single(env_id: str, stagger: bool = True, **kwargs: Any) -> gym.Env:
+    """gymnasium's environment, without the wrappers that `gym.make` adds; nothing is staggered."""
     return gym.make(env_id, **kwargs).unwrapped
 
 

@@ -60,7 +60,7 @@ class Args:
     num_threads: int = 1  # CPU threads of PyTorch; 1 is fastest for an MLP
     compile: bool = False  # compile the gradient step: seconds to start with, faster then
     vectorization: Literal["sync", "async", "vector_entry_point"] = "sync"  # see gym.make_vec
-    mask_velocity: bool = False  # hide the velocities of an environment in VISIBLE
+    mask_velocity: bool = False  # hide velocities, of the environments in VISIBLE
     hidden_size: int = 64  # of the LSTM
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project of Weights & Biases
@@ -297,7 +297,7 @@ class Agent(nn.Module):
     def act(
         self, obs: np.ndarray, states: np.ndarray, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Actions, (B, action_size), bounds -1 .. 1: samples or, without rng, means; states after."""
+        """Actions, (B, action_size), bounds -1 .. 1: samples or, without rng, means; new states."""
         obs = torch.as_tensor(obs, dtype=torch.float32, device=self.obs_rms.mean.device)
         features, states = self.remember(obs[None], torch.as_tensor(states, device=obs.device))
         mean, log_std = self.get_distribution(features[0])
@@ -508,6 +508,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         b_actions = flatten(actions)
         b_states = flatten(states)
         with torch.no_grad():
+            # Each goes on from its own state, so that a truncated episode's next one isn't zeros
             b_features, b_next_states = agent.remember(b_obs[None], b_states)
             b_next_features, _ = agent.remember(b_next_obs[None], b_next_states)
             b_logprobs, _, b_values = agent.evaluate_actions(b_features[0], b_actions)
@@ -525,7 +526,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         b_returns = b_advantages + b_values  # the critic's targets
 
         # Update (details 6, 35)
-        is_first = np.zeros_like(dones)
+        is_first = np.zeros_like(dones)  # of an episode or of a sequence
         is_first[1:] = dones[:-1]
         is_first[:: args.sequence_length] = True
         b_first = flatten(is_first)

@@ -58,7 +58,7 @@ class Args:
     num_threads: int = 1  # CPU threads of PyTorch; 1 is fastest for an MLP
     compile: bool = False  # compile the gradient step: seconds to start with, faster then
     vectorization: Literal["sync", "async", "vector_entry_point"] = "sync"  # see gym.make_vec
-    mask_velocity: bool = False  # hide the velocities of an environment in VISIBLE
+    mask_velocity: bool = False  # hide velocities, of the environments in VISIBLE
     hidden_size: int = 64  # of the LSTM
     track: bool = False  # mirror the scalars to Weights & Biases
     wandb_project_name: str = "ppo"  # project of Weights & Biases
@@ -80,10 +80,10 @@ class Args:
     anneal_lr: bool = True  # let the learning rate fall to 0 linearly
     gamma: float = 0.999  # discount factor
     gae_lambda: float = 0.98  # lambda of generalized advantage estimation
-    norm_adv: bool = True  # normalize the advantages of each minibatch
+    norm_adv: bool = False  # normalize the advantages of each minibatch
     clip_coef: float = 0.2  # clip the probability ratio to 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = False  # clip the move of a value from its old estimate to +-clip_coef
-    ent_coef: float = 0.01  # weight of the entropy bonus
+    ent_coef: float = 0.002  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
     target_kl: float | None = None  # no more epochs in this iteration after a mean KL above this
@@ -256,7 +256,7 @@ class Agent(nn.Module):
     def act(
         self, obs: np.ndarray, states: np.ndarray, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Actions, (B,): samples or, without rng, the likeliest; states after."""
+        """Actions, (B,): samples or, without rng, the likeliest; new states."""
         obs = torch.as_tensor(obs, dtype=torch.float32, device=self.obs_rms.mean.device)
         features, states = self.remember(obs[None], torch.as_tensor(states, device=obs.device))
         logits = self.get_logits(features[0]).numpy(force=True)
@@ -463,6 +463,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         b_actions = flatten(actions)
         b_states = flatten(states)
         with torch.no_grad():
+            # Each goes on from its own state, so that a truncated episode's next one isn't zeros
             b_features, b_next_states = agent.remember(b_obs[None], b_states)
             b_next_features, _ = agent.remember(b_next_obs[None], b_next_states)
             b_logprobs, _, b_values = agent.evaluate_actions(b_features[0], b_actions)
@@ -480,7 +481,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         b_returns = b_advantages + b_values  # the critic's targets
 
         # Update (details 6, 35)
-        is_first = np.zeros_like(dones)
+        is_first = np.zeros_like(dones)  # of an episode or of a sequence
         is_first[1:] = dones[:-1]
         is_first[:: args.sequence_length] = True
         b_first = flatten(is_first)
