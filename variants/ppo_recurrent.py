@@ -125,7 +125,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         if not space.is_np_flattenable or (space.dtype == np.uint8 and len(space.shape) > 1):
             raise UsageError(f"{space} doesn't flatten well; for images, see recipes/images.diff")
         if videos:  # at most 3000 frames of each episode, as they are kept in memory
-            env = RecordVideo(env, videos, episode_trigger=lambda episode: True, video_length=3000)
+            env = RecordVideo(env, videos, lambda i: i < args.eval_episodes, video_length=3000)
         if args.mask_velocity:
             visible = np.float32(VISIBLE[args.env_id])
             env = TransformObservation(env, lambda obs: obs * visible, None)
@@ -497,8 +497,8 @@ def train(args: Args, report: Callable | None = None) -> float:
             kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
             if args.target_kl is not None and kls.mean() > args.target_kl:
                 break
-        gradients = [x.grad for x in agent.parameters() if x.grad is not None]
-        if not 0 < nn.utils.get_total_norm(gradients) < np.inf:  # 0: zero_grad() within update
+        grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # measures, clips nothing
+        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # 0: zero_grad() in update
             raise FloatingPointError(f"a gradient of 0, inf or nan before {global_step=}")
         agent.obs_rms.update(b_obs)  # only now: a rollout and its updates normalize alike
 

@@ -1,0 +1,73 @@
+"""The recipe exact_resume: a run that was killed and resumed equals one that never stopped."""
+
+import signal
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from conftest import SCRIPTS
+from helpers import SHORT, assert_same, command, content, go_on, latest_run, load, wait_for
+from test_recipes import patched
+
+# Runs of eight iterations, which save after every second one, and where they evaluate.
+RUNS = {
+    "ppo": {"env_id": "LunarLander-v3", "total_timesteps": 4096},
+    "ppo_continuous": {"env_id": "Hopper-v5", "num_steps": 128},
+    "ppo_atari": {"num_steps": 32, "total_timesteps": 512, "update_epochs": 1},
+}
+RUNS = {name: SHORT[name] | flags | {"checkpoint_interval": 2} for name, flags in RUNS.items()}
+
+
+def train(script: ModuleType, crash_at: int = 0, **flags: Any) -> Path:
+    """The folder of a run, which crashes in this iteration, before it can save."""
+    steps = []
+
+    def report(step: int, score: float) -> None:
+        steps.append(step)
+        if len(steps) == crash_at:
+            raise ZeroDivisionError
+
+    try:
+        script.train(script.Args(**flags), report)
+    except ZeroDivisionError:
+        assert len(steps) == crash_at
+    return latest_run()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        *((name, {}) for name in SCRIPTS),
+        ("ppo", {"env_id": "probe_envs:Careless-v0", "eval_interval": 3, "eval_episodes": 2}),
+        ("ppo", {"vectorization": "async"}),
+        pytest.param("ppo", {"compile": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_crashed(name: str, flags: dict) -> None:
+    """A run that crashes in an iteration, and then goes on, ends as the whole one, bit for bit."""
+    script, flags = load(patched(name, "exact_resume")), RUNS[name] | flags
+    expected = content(train(script, **flags))
+    for iteration in (4, 7):
+        run = train(script, iteration, **flags)
+        saved_at = 3 if (iteration, flags.get("eval_interval")) == (4, 3) else (iteration - 1) // 2 * 2
+        assert script.load_checkpoint(run)["global_step"] == saved_at * flags["total_timesteps"] // 8
+        go_on(script, run)
+        assert_same(content(run), expected)
+    assert len(expected["losses/value_loss"]) == 8
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_killed(name: str) -> None:
+    """The same for a process that is killed (SIGKILL) where it happens to be."""
+    path = patched(name, "exact_resume")
+    script, flags = load(path), RUNS[name] | {"total_timesteps": 2 * RUNS[name]["total_timesteps"]}
+    process = command(str(path.with_suffix("")), *(f"--{flag}={x}" for flag, x in flags.items()))
+    wait_for(process, "runs/*/checkpoint.pt")
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    run = latest_run()
+    assert 0 < script.load_checkpoint(run)["global_step"] < flags["total_timesteps"]
+    go_on(script, run)
+    assert_same(content(run), content(train(script, **flags)))
