@@ -13,8 +13,8 @@ update learns from whole sequences of steps, which begin with the LSTM's states 
 Each iteration has three parts: the policy acts for `num_steps` in each of `num_envs` environments;
 generalized advantage estimation tells how much better each action was than expected; and gradient
 steps on shuffled minibatches of these samples, `update_epochs` times over, make the better ones
-more probable. As the policy moves away from the one that acted, each sample is weighted by the
-ratio of its probabilities, new to old, and clipping ends the reward for moving further.
+more probable and the worse ones less. Each sample is weighted by its action's probability under
+the new policy over that under the old one, and nothing is gained by moving this ratio far from 1.
 
 "Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization", Huang et
 al. 2022: 1-13 core, 14-22 Atari, 23-31 continuous actions (28-31: normalization), 32-36 LSTM.
@@ -47,11 +47,11 @@ from tqdm import tqdm
 
 @dataclass
 class Args:
-    """Train PPO on discrete actions."""
+    """Train PPO on discrete actions, by defaults tuned for classic control (README)."""
 
     env_id: str = "CartPole-v1"  # id of the environment; module:Name-v0 imports module first
     env_kwargs: str = "{}"  # its keywords, as JSON, like '{"is_slippery": false}'
-    total_timesteps: int = 100_000  # environment steps, all together; rounded down to rollouts
+    total_timesteps: int = 100_000  # environment steps in all, rounded down to whole rollouts
     seed: int = 1  # seeds the environments, the network, the sampling and the shuffling
     exp_name: str = Path(__file__).stem  # part of the run folder's name
     device: str = "cpu"  # cpu, cuda, cuda:N or mps
@@ -81,12 +81,12 @@ class Args:
     gamma: float = 0.999  # discount factor
     gae_lambda: float = 0.98  # lambda of generalized advantage estimation
     norm_adv: bool = False  # normalize the advantages of each minibatch
-    clip_coef: float = 0.2  # clip the probability ratio to 1 - clip_coef .. 1 + clip_coef
+    clip_coef: float = 0.2  # probability ratios gain nothing outside 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = False  # clip the move of a value from its old estimate to +-clip_coef
     ent_coef: float = 0.002  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
-    target_kl: float | None = None  # no more epochs in this iteration after a mean KL above this
+    target_kl: float | None = None  # end an iteration's epochs after one with a mean KL above this
 
     def __post_init__(self) -> None:
         for name, x in vars(self).items():
@@ -129,7 +129,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         if args.mask_velocity:
             visible = np.float32(VISIBLE[args.env_id])
             env = TransformObservation(env, lambda obs: obs * visible, None)
-        return FlattenObservation(env)  # add wrappers here; vector_entry_point has none
+        return FlattenObservation(env)  # add wrappers here; reported returns see them
 
     mode = args.vectorization
     if videos or (mode == "async" and num_envs == 1):
@@ -175,7 +175,7 @@ class RunningMeanStd(nn.Module):
     def update(self, samples: Tensor) -> None:
         """Take in samples, (B, *shape) (Chan et al. 1979, equation 1.5)."""
         if self.count > 0:  # clamp wild samples, of which one would outweigh all others
-            limit = 100 * self.std
+            limit = 100 * self.std.clamp(0.01)
             samples = samples.clamp(self.mean - limit, self.mean + limit)
         var, mean = torch.var_mean(samples, 0, correction=0)
         self.count += len(samples)
@@ -189,9 +189,9 @@ class RunningMeanStd(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic on one LSTM, of raw observations, which it normalizes.
+    """Actor and critic on one LSTM, which takes raw observations, and normalizes them.
 
-    Its parameters and buffers are saved; so what is learned or counted belongs here.
+    All that is learned or counted, and so is to be saved, belongs here.
     """
 
     def __init__(self, envs: VectorEnv, hidden_size: int) -> None:
@@ -252,15 +252,15 @@ class Agent(nn.Module):
         """Estimated values, (B,)."""
         return self.critic(features).squeeze(-1)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def act(
         self, obs: np.ndarray, states: np.ndarray, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Actions, (B,): samples or, without rng, the likeliest; new states."""
+        """Actions, (B,), samples or, without rng, likeliest; new states."""
         obs = torch.as_tensor(obs, dtype=torch.float32, device=self.obs_rms.mean.device)
         features, states = self.remember(obs[None], torch.as_tensor(states, device=obs.device))
         logits = self.get_logits(features[0]).numpy(force=True)
-        if rng:  # the argmax of logits plus Gumbel noise is a sample of their softmax
+        if rng:  # Gumbel-max trick: the argmax is a sample of the softmax
             logits = logits + rng.gumbel(size=logits.shape)
         return logits.argmax(-1), states.numpy(force=True)
 
@@ -282,11 +282,11 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 
-    # Policy loss (equation 7, detail 8). Minimum: a ratio gains nothing beyond the clip range in
-    # its advantage's favour, but keeps its gradient where it went the wrong way.
+    # Policy loss (equation 7, detail 8). Minimum: where the ratio left the range by improving the
+    # objective, its gradient is 0; where it left by worsening it, the gradient stays.
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = torch.full_like(ratio, args.clip_coef)  # a tensor can change when compiled
+    clip = torch.full_like(ratio, args.clip_coef)  # a float would be compiled in
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -298,7 +298,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     value_loss = 0.5 * squared_errors.mean()
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()  # detail 10
-    with torch.no_grad():  # detail 12
+    with torch.no_grad():  # detail 12: only logged
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
             "losses/value_loss": value_loss.detach(),
@@ -370,7 +370,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     gradient_step = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args.hidden_size).to(args.device)
-    lr = torch.tensor(args.learning_rate, device=args.device)  # a float would compile anew
+    lr = torch.tensor(args.learning_rate, device=args.device)  # a new float would recompile
     optimizer = optim.Adam(agent.parameters(), lr, eps=1e-5, fused=not args.compile)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -419,7 +419,7 @@ def train(args: Args, report: Callable | None = None) -> float:
     rng = np.random.default_rng([args.seed, global_step])
     next_obs, _ = envs.reset(seed=args.seed + global_step)
     next_states = np.zeros_like(states[0])  # detail 33
-    discounted_return = 0.0
+    reward_sum = 0.0
     bar = tqdm(total=args.total_timesteps, initial=global_step, disable=None)
     for iteration in range(1, num_iterations + 1):
         learning_rate = args.learning_rate
@@ -428,7 +428,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         optimizer.param_groups[0]["lr"].fill_(learning_rate)
 
         # Rollout
-        returns, lengths = [], []
+        episode_returns, episode_lengths = [], []
         for t in range(args.num_steps):
             obs[t] = next_obs
             states[t] = next_states
@@ -436,28 +436,28 @@ def train(args: Args, report: Callable | None = None) -> float:
             actions[t] = action
             next_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(action)
             real_next_obs[t] = next_obs
-            if "episode_stats" in infos:
+            if "final_obs" in infos:
                 ended = infos["_episode_stats"]
                 real_next_obs[t, ended] = np.stack(infos["final_obs"][ended])
                 next_states[ended] = 0  # detail 34
-                returns.extend(infos["episode_stats"]["r"][ended].tolist())
-                lengths.extend(infos["episode_stats"]["l"][ended].tolist())
-        dones = terminations | truncations
+                episode_returns.extend(infos["episode_stats"]["r"][ended].tolist())
+                episode_lengths.extend(infos["episode_stats"]["l"][ended].tolist())
+        not_done = 1.0 - (terminations | truncations)
         global_step += batch_size
         for name, x in (("observations", obs), ("rewards", rewards)):
-            if not np.abs(x).max() < 1e15:  # nan isn't; squares of larger ones are infinite
+            if not np.abs(x).max() < 1e15:  # nan isn't; larger ones overflow when squared
                 raise FloatingPointError(f"nan, infinite or huge {name} before {global_step=}")
 
-        # Scale rewards so that discounted sums, and values, are of about 1 (details 30, 31)
-        discounted_returns = np.zeros_like(rewards)
+        # Divide rewards by the deviation of a discounted sum of past ones (details 30, 31)
+        reward_sums = np.zeros_like(rewards)
         for t in range(args.num_steps):
-            discounted_return = args.gamma * discounted_return + rewards[t]
-            discounted_returns[t] = discounted_return
-            discounted_return = discounted_return * ~dones[t]
-        agent.return_rms.update(flatten(discounted_returns))
+            reward_sum = args.gamma * reward_sum + rewards[t]
+            reward_sums[t] = reward_sum
+            reward_sum = reward_sum * not_done[t]
+        agent.return_rms.update(flatten(reward_sums))
         scaled_rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
 
-        # Values, before the update; after a truncation, the next is of the last observation
+        # Values, and the old log-probs; after a truncation, the next value is the last obs's
         b_obs = flatten(obs)
         b_next_obs = flatten(real_next_obs)
         b_actions = flatten(actions)
@@ -470,19 +470,19 @@ def train(args: Args, report: Callable | None = None) -> float:
             values = b_values.view(shape).numpy(force=True)
             next_values = agent.get_value(b_next_features[0]).view(shape).numpy(force=True)
 
-        # Generalized advantage estimation within episodes (arXiv:1506.02438, eq. 16; detail 5)
+        # GAE (arXiv:1506.02438, eq. 16; detail 5): A[t] = delta[t] + gamma lambda A[t + 1]
         deltas = scaled_rewards + args.gamma * np.where(terminations, 0, next_values) - values
         advantages = np.zeros_like(rewards)
         advantage = 0.0
         for t in reversed(range(args.num_steps)):
-            advantage = deltas[t] + args.gamma * args.gae_lambda * ~dones[t] * advantage
+            advantage = deltas[t] + args.gamma * args.gae_lambda * not_done[t] * advantage
             advantages[t] = advantage
         b_advantages = flatten(advantages)
-        b_returns = b_advantages + b_values  # the critic's targets
+        b_returns = b_advantages + b_values  # the critic's targets; change advantages below only
 
-        # Update (details 6, 35)
-        is_first = np.zeros_like(dones)  # of an episode or of a sequence
-        is_first[1:] = dones[:-1]
+        # Update, in shuffled minibatches of sequences (details 6, 35)
+        is_first = np.zeros_like(terminations)  # of an episode or of a sequence
+        is_first[1:] = not_done[:-1] == 0
         is_first[:: args.sequence_length] = True
         b_first = flatten(is_first)
         batch = (b_obs, b_states, b_first, b_actions, b_logprobs, b_advantages, b_returns, b_values)
@@ -498,9 +498,9 @@ def train(args: Args, report: Callable | None = None) -> float:
             if args.target_kl is not None and kls.mean() > args.target_kl:
                 break
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # measures, clips nothing
-        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # 0: zero_grad() in update
+        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # 0: zero_grad() in it
             raise FloatingPointError(f"a gradient of 0, inf or nan before {global_step=}")
-        agent.obs_rms.update(b_obs)  # only now: a rollout and its updates normalize alike
+        agent.obs_rms.update(b_obs)  # after it, so that old and new log-probs normalize alike
 
         # Log
         scalars = {name: torch.stack(x).mean() for name, x in metrics.items()}
@@ -508,12 +508,12 @@ def train(args: Args, report: Callable | None = None) -> float:
         scalars["losses/minibatches"] = len(metrics["losses/approx_kl"])
         scalars["charts/learning_rate"] = learning_rate
         scalars["charts/SPS"] = iteration * batch_size / (time.time() - start_time)
-        if returns:
-            scalars["charts/episodic_return"] = np.mean(returns)
-            scalars["charts/episodic_length"] = np.mean(lengths)
+        if episode_returns:
+            scalars["charts/episodic_return"] = np.mean(episode_returns)
+            scalars["charts/episodic_length"] = np.mean(episode_lengths)
         for name, x in scalars.items():
             writer.add_scalar(name, x, global_step)
-        last_returns = (last_returns + returns)[-100:]
+        last_returns = (last_returns + episode_returns)[-100:]
         mean_return = float(np.mean(last_returns)) if last_returns else np.nan
         bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
         bar.update(batch_size)
@@ -542,7 +542,7 @@ def train(args: Args, report: Callable | None = None) -> float:
 if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
-        folder = args.resume or args.evaluate
+        folder = args.evaluate or args.resume
         if folder:  # parse again: the run's arguments are the defaults
             args = tyro.cli(Args, default=Args(**load_checkpoint(folder)["args"]))
         if args.evaluate is not None:
