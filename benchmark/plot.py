@@ -32,7 +32,8 @@ def draw_curves() -> None:
     """One small plot a task, with the greedy evaluations as dots, published figures as lines."""
     runs = {x: seeds for x, seeds in runs_of("classic", "main").items() if len(rows_of(x, seeds))}
     legend = {}
-    figure, axes = plt.subplots(-(-len(runs) // 4), 4, figsize=(12, 9.6), layout="constrained")
+    rows = -(-len(runs) // 4)
+    figure, axes = plt.subplots(rows, 4, figsize=(12, 2.2 * rows + 0.8), layout="constrained")
     for axis, (run, seeds) in zip(axes.flat, runs.items(), strict=False):
         steps, returns = curves_of(run, seeds)
         np.random.seed(0)  # rliable draws from NumPy's global generator
@@ -69,7 +70,7 @@ def draw_intervals() -> None:
     """
     columns = defaultdict(list)
     for run, seeds in runs_of("main").items():
-        if run.env_id in PUBLISHED["Tianshou"]:
+        if run.env_id in PUBLISHED["Tianshou"] and len(rows_of(run, seeds)) == len(seeds):
             _, returns = curves_of(run, seeds)
             low = np.mean([x[np.isfinite(x)][0] for x in returns])  # however late
             high, rows = PUBLISHED["Tianshou"][run.env_id][0], rows_of(run, seeds)
@@ -78,6 +79,8 @@ def draw_intervals() -> None:
             recipe = run._replace(script="recipes/bound_cost.diff")
             rows = rows_of(recipe, runs_of("experiments")[recipe])
             columns["bound_cost.diff"].append((rows.greedy.to_numpy() - low) / (high - low))
+    if not columns:
+        return  # no task has all of its seeds
     scores = {name: np.array(column).T for name, column in columns.items()}  # seeds, tasks
     kinds = {"Median": metrics.aggregate_median, "IQM": metrics.aggregate_iqm}
     kinds |= {"Mean": metrics.aggregate_mean}

@@ -141,6 +141,19 @@ class Masked(Probe):
         return self.observe(), float(action), self.steps == 5, False, self.draw()
 
 
+class MaskedChoices(Masked):
+    """Two choices, a free one of two, and then Masked's."""
+
+    def __init__(self) -> None:
+        self.action_space = MultiDiscrete([2, 4])
+
+    def draw(self) -> dict[str, np.ndarray]:
+        return {"action_mask": np.append([1, 1], super().draw()["action_mask"])}
+
+    def step(self, action: np.ndarray) -> Step:
+        return super().step(action[1])
+
+
 class Bounded(Probe):
     """Continuous actions within 2 .. 10 and -0.3 .. 0, all of which it keeps."""
 
@@ -195,6 +208,27 @@ class Signs(Probe):
 
     def step(self, action: int) -> Step:
         reward = float(action == (self.side == self.sign))
+        self.steps += 1
+        return self.observe(), reward, self.steps == 8, False, {}
+
+
+class Lit(Probe):
+    """Right is the lit side of an image, of 12 x 10 and dark by the step; always one array."""
+
+    def __init__(self, shape: Sequence[int] = (12, 10, 3), continuous: bool = False) -> None:
+        super().__init__(continuous)
+        self.observation_space = Box(0, 255, tuple(shape), np.uint8)
+        self.image = np.zeros(shape, np.uint8)
+
+    def observe(self) -> np.ndarray:
+        self.image[:] = self.steps
+        self.side = self.np_random.integers(2)
+        columns = np.moveaxis(self.image, self.image.shape.index(10), 0)
+        columns[5 * self.side : 5 * self.side + 5] += 200
+        return self.image
+
+    def step(self, action: Any) -> Step:
+        reward = float((np.squeeze(action) > 0) == self.side)
         self.steps += 1
         return self.observe(), reward, self.steps == 8, False, {}
 
@@ -313,6 +347,6 @@ def make_vector(num_envs: int, **kwargs: Any) -> gym.vector.VectorEnv:
     return Rewriting(make, autoreset_mode="SameStep")
 
 
-for probe in [Leaking, Probe, *Probe.__subclasses__()]:
+for probe in [Leaking, MaskedChoices, Probe, *Probe.__subclasses__()]:
     gym.register(f"{probe.__name__}-v0", probe)
 gym.register("Vector-v0", Acted, vector_entry_point=make_vector)

@@ -1,8 +1,6 @@
 """The accounting of lives and games, against the same games replayed without our code."""
 
 import json
-import math
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, kept_batches, new_agent, scalars, trained
+from helpers import kept_batches, new_agent, scalars, trained
 
 import ppo_atari
 
@@ -115,27 +113,20 @@ def test_sticky_actions_are_off_by_default() -> None:
 
 
 def test_bf16() -> None:
-    """The CNN in bfloat16 gives nearly the same, in floats, and trains."""
+    """The CNN in bfloat16 trains, and gives nearly the same as in floats, which are its outputs."""
     agent, other = (new_agent(ppo_atari, ppo_atari.Args(bf16=x)) for x in (False, True))
-    other.load_state_dict(agent.state_dict())
+    run = trained("ppo_atari", bf16=True, total_timesteps=128, update_epochs=1)
+    for x in (agent, other):
+        x.load_state_dict(ppo_atari.load_checkpoint(run)["agent"])
     obs = torch.randint(256, (9, 4, 84, 84), dtype=torch.uint8)
     for x, y in zip(agent(obs), other(obs), strict=True):
-        assert y.dtype == torch.float32
-        assert not torch.equal(x, y)
+        assert y.dtype == torch.float32 and not torch.equal(x, y)
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
-    trained("ppo_atari", bf16=True, total_timesteps=128, update_epochs=1)
-    assert math.isfinite(scalars("losses/value_loss")[0][1])
 
 
-def test_video() -> None:
-    """Filmed, in a file each, games are played as without a camera; pictures are their screens."""
-    short = json.dumps({"max_num_frames_per_episode": 400})
-    args = ppo_atari.Args(**SHORT["ppo_atari"] | {"eval_episodes": 2, "env_kwargs": short})
-    run = trained("ppo_atari", total_timesteps=128, update_epochs=1, env_kwargs=short)
-    plain = ppo_atari.evaluate(args, run)
-    assert ppo_atari.evaluate(replace(args, capture_video=True), run) == plain
-    assert len([*run.glob("videos-*/*.mp4")]) == 2
-    envs = ppo_atari.RenderScreens(ppo_atari.make_envs(args, 1))
+def test_pictures() -> None:
+    """What is filmed are the last screens that the agent sees, of twice their size."""
+    envs = ppo_atari.RenderScreens(ppo_atari.make_envs(ppo_atari.Args(), 1))
     envs.reset(seed=0)
     obs, *_ = envs.step(np.ones(1, np.int64))
     (picture,) = envs.render()

@@ -1,6 +1,7 @@
 """The recipe exact_resume: a run that was killed and resumed equals one that never stopped."""
 
 import signal
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,11 +11,11 @@ from conftest import SCRIPTS
 from helpers import SHORT, assert_same, command, content, go_on, latest_run, load, wait_for
 from test_recipes import patched
 
-# Runs of eight iterations, which save after every second one, and where they evaluate.
+# Runs of eight iterations, which are saved after every second one.
 RUNS = {
     "ppo": {"env_id": "LunarLander-v3", "total_timesteps": 4096},
     "ppo_continuous": {"env_id": "Hopper-v5", "num_steps": 128},
-    "ppo_atari": {"num_steps": 32, "total_timesteps": 512, "update_epochs": 1},
+    "ppo_atari": {"num_steps": 16, "total_timesteps": 256, "update_epochs": 1},
 }
 RUNS = {name: SHORT[name] | flags | {"checkpoint_interval": 2} for name, flags in RUNS.items()}
 
@@ -36,38 +37,40 @@ def train(script: ModuleType, crash_at: int = 0, **flags: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "flags"),
+    ("name", "flags", "saved_at"),
     [
-        *((name, {}) for name in SCRIPTS),
-        ("ppo", {"env_id": "probe_envs:Careless-v0", "eval_interval": 3, "eval_episodes": 2}),
-        ("ppo", {"vectorization": "async"}),
-        pytest.param("ppo", {"compile": True}, marks=pytest.mark.slow),
+        *((name, {}, 2) for name in SCRIPTS),
+        ("ppo", {"env_id": "probe_envs:Careless-v0", "eval_interval": 3, "eval_episodes": 2}, 3),
+        ("ppo", {"vectorization": "async"}, 2),
+        pytest.param("ppo", {"compile": True}, 2, marks=pytest.mark.slow),
     ],
 )
-def test_crashed(name: str, flags: dict) -> None:
-    """A run that crashes in an iteration, and then goes on, ends as the whole one, bit for bit."""
+def test_crashed(name: str, flags: dict, saved_at: int) -> None:
+    """A run that crashes in its fourth and sixth iteration ends as the whole one, bit for bit."""
     script, flags = load(patched(name, "exact_resume")), RUNS[name] | flags
+    batch_size = flags["num_envs"] * flags["num_steps"]
     expected = content(train(script, **flags))
-    for iteration in (4, 7):
-        run = train(script, iteration, **flags)
-        saved_at = 3 if (iteration, flags.get("eval_interval")) == (4, 3) else (iteration - 1) // 2 * 2
-        assert script.load_checkpoint(run)["global_step"] == saved_at * flags["total_timesteps"] // 8
-        go_on(script, run)
-        assert_same(content(run), expected)
+    run = train(script, crash_at=4, **flags)
+    assert script.load_checkpoint(run)["global_step"] == saved_at * batch_size
+    time.sleep(1.1)  # as go_on does
+    train(script, crash_at=6 - saved_at, **flags, resume=str(run))
+    assert script.load_checkpoint(run)["global_step"] == 4 * batch_size
+    go_on(script, run)
+    assert_same(content(run), expected)
     assert len(expected["losses/value_loss"]) == 8
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_killed(name: str) -> None:
     """The same for a process that is killed (SIGKILL) where it happens to be."""
-    path = patched(name, "exact_resume")
-    script, flags = load(path), RUNS[name] | {"total_timesteps": 2 * RUNS[name]["total_timesteps"]}
+    path, flags = patched(name, "exact_resume"), RUNS[name]
+    flags = flags | {"total_timesteps": 2 * flags["total_timesteps"]}
     process = command(str(path.with_suffix("")), *(f"--{flag}={x}" for flag, x in flags.items()))
     wait_for(process, "runs/*/checkpoint.pt")
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    run = latest_run()
+    run, script = latest_run(), load(path)
     assert 0 < script.load_checkpoint(run)["global_step"] < flags["total_timesteps"]
     go_on(script, run)
     assert_same(content(run), content(train(script, **flags)))

@@ -10,14 +10,14 @@ import torch
 from conftest import ROOT
 from helpers import SHORT, load, only_run, scalars
 
-SNIPPETS = re.findall(r"^```diff\n(.+?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+(BLOCK,) = re.findall(r"^```diff\n(.+?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+HUNKS = BLOCK.split("@@\n")
 
 
 def changed(word: str) -> ModuleType:
-    """ppo.py with the only snippet that has this word."""
-    (snippet,) = [x for x in SNIPPETS if word in x]
+    """ppo.py with the hunks that have this word."""
     source = (ROOT / "ppo.py").read_text()
-    for hunk in snippet.split("@@\n"):
+    for hunk in (x for x in HUNKS if word in x):
         lines = hunk.splitlines(keepends=True)
         before, after = ("".join(x[1:] for x in lines if x[0] in " " + sign) for sign in "-+")
         assert source.count(before) == 1, f"ppo.py has not one place like:\n{before}"
@@ -33,10 +33,11 @@ def trained(word: str, **flags: float) -> ModuleType:
     return script
 
 
-def test_every_snippet_is_tested() -> None:
-    """One test below each."""
-    words = ["np.cos", "smooth_l1", "RMSprop", "as they are", "best_return"]
-    assert [sum(word in x for x in SNIPPETS) for word in words] == [1] * len(SNIPPETS)
+def test_every_hunk_is_tested() -> None:
+    """Each has one of the words below, and each word has as many hunks as it should."""
+    words = {"np.cos": 1, "smooth_l1": 1, "RMSprop": 1, "scaled_rewards": 1, "best_return": 2}
+    assert {word: sum(word in x for x in HUNKS) for word in words} == words
+    assert sum(words.values()) == len(HUNKS)
 
 
 def test_cosine() -> None:
@@ -72,7 +73,7 @@ def test_rmsprop() -> None:
 
 def test_unscaled_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where values are 0 and gamma is, advantages are CartPole's rewards, 1."""
-    script, seen = changed("as they are"), []
+    script, seen = changed("scaled_rewards"), []
     monkeypatch.setattr(script.Agent, "get_value", lambda agent, obs: 0 * agent.critic(obs)[:, 0])
     update = script.update
     monkeypatch.setattr(script, "update", lambda *x: seen.append(x[2][3]) or update(*x))

@@ -159,14 +159,6 @@ def test_track(folder: Path) -> None:
         assert first.read_bytes().count(tag.encode()) >= len(scalars(tag, runs[0])) == 2
 
 
-def test_track_without_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where wandb isn't installed, no run begins."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match="wandb"):
-        MODULES["ppo"].train(MODULES["ppo"].Args(track=True))
-    assert [*folder.iterdir()] == []
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_tables_are_the_reports(name: str) -> None:
     """The tables in the READMEs are what benchmark/report.py makes of the files of results."""

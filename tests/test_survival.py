@@ -357,17 +357,14 @@ def test_checkpoints_that_do_not_fit(capsys: pytest.CaptureFixture) -> None:
     run = trained("ppo")
     path = run / "checkpoint.pt"
     whole, saved = path.read_bytes(), ppo.load_checkpoint(run)
-    files = {file: file.read_bytes() for file in run.iterdir()}
     for flag in ("--resume", "--evaluate"):
-        more = (flag, run, "--total-timesteps", 8192)
         with pytest.raises(RuntimeError, match="size mismatch"):
-            main("ppo", *more, "--env-id", "Acrobot-v1")
+            main("ppo", flag, run, "--env-id", "Acrobot-v1")
         with pytest.raises(TypeError, match="unexpected keyword argument 'vectorization'"):
-            main("ppo_atari", *more)
-        capsys.readouterr()
-        assert main("ppo_continuous", *more) == 2
+            main("ppo_atari", flag, run)
+        assert main("ppo_continuous", flag, run) == 2
         assert "CartPole-v1 has actions" in capsys.readouterr().err
-    assert {file: file.read_bytes() for file in run.iterdir()} == files
+    assert path.read_bytes() == whole
     torch.save(saved | {"args": Malicious()}, path)
     with pytest.raises(UnpicklingError):
         main("ppo", "--resume", run)
@@ -414,8 +411,8 @@ def test_greedy_and_sampled() -> None:
     """Evaluated, an untrained policy does nearly 0 every time, 0.5 from the best, or samples."""
     flags = probe("ppo_continuous", "Acted") | {"learning_rate": 0, "target_kl": None}
     run = trained("ppo_continuous", **flags)
-    args = ppo_continuous.load_checkpoint(run)["args"] | {"eval_episodes": 1000}
-    args = ppo_continuous.Args(**args)
+    saved = ppo_continuous.load_checkpoint(run)["args"]
+    args = ppo_continuous.Args(**saved | {"eval_episodes": 1000})
     assert ppo_continuous.evaluate(args, run) == pytest.approx(-0.25, abs=0.03)
     # Its standard deviation is exp(-0.5); actions are clipped to -1 .. 1.
     rng = np.random.default_rng(1)

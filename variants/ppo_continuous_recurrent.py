@@ -164,7 +164,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         if args.mask_velocity:
             visible = np.float32(VISIBLE[args.env_id])
             env = TransformObservation(env, lambda obs: obs * visible, None)
-        return FlattenObservation(env)  # add wrappers here; reported returns see them
+        return FlattenObservation(env)  # add wrappers here, but none with a state
 
     mode = args.vectorization
     if videos or (mode == "async" and num_envs == 1):
@@ -334,7 +334,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # objective, its gradient is 0; where it left by worsening it, the gradient stays.
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = torch.full_like(ratio, args.clip_coef)  # a float would be compiled in
+    clip = args.clip_coef * torch.ones_like(ratio)  # clamp would compile a float in
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -547,8 +547,8 @@ def train(args: Args, report: Callable | None = None) -> float:
                 break
         agent.log_std.data.clamp_(args.log_std_min, args.log_std_max)
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # measures, clips nothing
-        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # 0: zero_grad() in it
-            raise FloatingPointError(f"a gradient of 0, inf or nan before {global_step=}")
+        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # zero_grad() in it
+            raise FloatingPointError(f"gradient of 0, inf or nan (log of 0?) before {global_step=}")
         agent.obs_rms.update(b_obs)  # after it, so that old and new log-probs normalize alike
 
         # Log
