@@ -46,7 +46,7 @@ PUBLISHED = {
 }
 FIGURES = ["command", "steps", "seeds", "training", "lowest .. highest", "greedy"]
 EVERYTHING = [*FIGURES, "best", "minutes", "commit", "CleanRL, training", "Tianshou, best greedy"]
-SHORT = ["script", "steps", "seeds", "training", "greedy", *EVERYTHING[-2:]]
+SHORT = ["script", "steps", "seeds", "training", "greedy", "CleanRL, training"]
 PEERS = ["CleanRL", "LeanRL", "Stable-Baselines3"]
 SHORT_SPEEDS = [  # case, who, name in the table
     ("CartPole-v1", "ppo.py", "CartPole-v1, 4 environments"),
@@ -244,7 +244,7 @@ def searches() -> str:
 
 TABLES = {
     "main-short": lambda: results(["classic", "main"], *SHORT),
-    "main": lambda: results(["classic", "main"], *EVERYTHING),
+    "main": lambda: results(["classic", "compare", "main"], *EVERYTHING),
     "ablation": lambda: ablation("ablation"),
     "held-out": lambda: results(["held-out"], *EVERYTHING[:-1]),
     "sparse": lambda: results(["sparse"], *FIGURES, "minutes", "commit"),
