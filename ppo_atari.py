@@ -418,7 +418,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 for name, x in step_metrics.items():
                     metrics[name].append(x.clone())  # CUDA graphs reuse x
             kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
-            if args.target_kl is not None and kls.mean() > args.target_kl:
+            if args.target_kl and kls.mean() > args.target_kl:
                 break
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # measures, clips nothing
         if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # zero_grad() in it

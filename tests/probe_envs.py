@@ -215,7 +215,7 @@ class Signs(Probe):
 class Lit(Probe):
     """Right is the lit side of an image, of 12 x 10 and dark by the step; always one array."""
 
-    def __init__(self, shape: Sequence[int] = (12, 10, 3), continuous: bool = False) -> None:
+    def __init__(self, shape: tuple[int, ...] = (12, 10, 3), continuous: bool = False) -> None:
         super().__init__(continuous)
         self.observation_space = Box(0, 255, tuple(shape), np.uint8)
         self.image = np.zeros(shape, np.uint8)

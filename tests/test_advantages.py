@@ -75,13 +75,8 @@ def compared(name: str, patterns: list[str], num_steps: int) -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
 def test_against_the_sum(name: str) -> None:
-    """Every pattern of terminations, truncations and both over four steps, side by side."""
+    """All patterns of four steps, side by side; and long episodes that go on in other rollouts."""
     compared(name, ["".join(ends) for ends in itertools.product("-tcb", repeat=4)], 4)
-
-
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
-def test_long_episodes(name: str) -> None:
-    """Episodes of other lengths than the rollout's, which go on from one rollout to the next."""
     rng = np.random.default_rng(1)
     compared(name, ["".join(rng.choice([*"------tcb"], 37)) for _ in range(5)], 20)
 

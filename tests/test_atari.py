@@ -99,19 +99,6 @@ def test_fire_is_pressed_where_there_is_fire(game: str, after: int) -> None:
     assert any(lost) or game == "ALE/Freeway-v5"  # which has no lives
 
 
-def test_sticky_actions_are_off_by_default() -> None:
-    """The same actions from the same start give the same screens; sticky actions give others."""
-    screens = []
-    for probability in (0.0, 0.0, 0.5):
-        envs = ppo_atari.make_envs(ppo_atari.Args(repeat_action_probability=probability), 2)
-        envs.reset(seed=3)
-        rng = np.random.default_rng(0)
-        screens.append(np.stack([envs.step(rng.integers(4, size=2))[0] for _ in range(60)]))
-        envs.close()
-    np.testing.assert_array_equal(*screens[:2])
-    assert (screens[0] != screens[2]).any()
-
-
 def test_bf16() -> None:
     """The CNN in bfloat16 trains, and gives nearly the same as in floats, which are its outputs."""
     agent, other = (new_agent(ppo_atari, ppo_atari.Args(bf16=x)) for x in (False, True))

@@ -105,11 +105,3 @@ def test_gpu(name: str, is_compiled: bool) -> None:
     losses = [x for _, x in scalars("losses/value_loss")]
     assert len(losses) >= 2
     assert np.isfinite(losses).all()
-
-
-@pytest.mark.parametrize(("name", "number"), [("ppo", 2), ("ppo_continuous", 1)])
-def test_num_threads(name: str, number: int) -> None:
-    """PyTorch has the threads that it is given."""
-    script, seen, flags = MODULES[name], [], SHORT[name] | {"num_threads": number}
-    script.train(script.Args(**flags), lambda *_: seen.append(torch.get_num_threads()) or True)
-    assert seen == [number]

@@ -17,7 +17,6 @@ from helpers import (
     probe,
     scalars,
     trained,
-    watching,
 )
 from torch import Tensor, nn
 
@@ -41,20 +40,6 @@ def test_networks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for agent, start in agents:
         same = {x for x, weights in agent.named_parameters() if torch.equal(weights, start[x])}
         assert same == {"unused"}
-
-
-def test_freezing() -> None:
-    """What is frozen after an iteration stays as it is, though Adam has moved it before."""
-    agents, seen = [], []
-
-    def freeze(step: int, score: float) -> None:
-        agents[0].critic.requires_grad_(False)
-        seen.append(deepcopy(dict(agents[0].named_parameters())))
-
-    with watching(ppo, lambda agent, *_: agents.append(agent)):
-        trained("ppo", freeze)
-    moved = {x for x, weights in seen[0].items() if not torch.equal(weights, seen[-1][x])}
-    assert moved == {x for x in seen[0] if x.startswith("actor.")}
 
 
 def test_masked_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, or fail, go on from what they saved, which is always whole."""
+"""Runs that crash, are stopped, or fail, go on from what they saved, which is always whole."""
 
 import itertools
 import os
@@ -6,7 +6,6 @@ import re
 import runpy
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +33,6 @@ from helpers import (
     probe,
     scalars,
     trained,
-    wait_for,
     watching,
 )
 from moviepy import VideoFileClip
@@ -93,21 +91,6 @@ def test_resumed(name: str, flags: dict) -> None:
             assert after["agent"][f"{statistics}.count"] == flags["total_timesteps"]
     go_on(script, copy)
     assert_same(content(copy), after)
-
-
-def test_killed() -> None:
-    """The same for a process that is killed (SIGKILL) where it happens to be."""
-    flags = RUNS["ppo"] | {"total_timesteps": 400_000}
-    process = command("ppo", *(f"--{flag}={x}" for flag, x in flags.items()))
-    wait_for(process, "runs/*/checkpoint.pt")
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    step = ppo.load_checkpoint(only_run())["global_step"]
-    assert step > 0 and step % 1024 == 0
-    go_on(ppo, only_run(), total_timesteps=step + 1024)
-    steps = [step for step, _ in scalars("losses/value_loss")]
-    assert steps == [*range(512, step + 1025, 512)]
 
 
 def test_steered() -> None:
@@ -390,8 +373,6 @@ def test_evaluation_from_the_file(name: str, capsys: pytest.CaptureFixture) -> N
     capsys.readouterr()
     assert main(name, "--evaluate", run) is None
     assert capsys.readouterr().out == f"{line}\n"
-    main(name, "--evaluate", run, "--no-eval-greedy", "--eval-episodes", 2, "--seed", 3)
-    assert capsys.readouterr().out.endswith(" over 2 episodes\n")
     assert {file: file.read_bytes() for file in run.iterdir()} == before
     assert [*Path("runs").iterdir()] == [run]
 

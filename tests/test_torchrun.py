@@ -1,168 +1,138 @@
-"""The recipes for torchrun: several processes do what one does, and are one run."""
+"""The recipes for torchrun: two processes do what one does on all of the data, and are one run."""
 
-import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gymnasium as gym
 import helpers
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from helpers import Batch, assert_same, content, latest_run, load, scalars
+from helpers import SHORT, assert_same, content, latest_run, load
 from test_recipes import patched
+from torch import distributed as dist
 
-# Runs of four iterations, with a scheduled checkpoint after two, of which target_kl cuts epochs.
-OWN = {"ppo": {"eval_episodes": 1, "target_kl": 0.001}, "ppo_continuous": {"target_kl": 0.01}}
-OWN["ppo_atari"] = {"env_id": "ALE/Pong-v5", "total_timesteps": 128, "num_steps": 16}
-OWN["ppo_atari"] |= {"update_epochs": 1}
-SHORT = {name: helpers.SHORT[name] | {"checkpoint_interval": 2} | own for name, own in OWN.items()}
+# Runs of four iterations and fewer than 100 episodes. A minibatch is all of a rollout, as processes
+# shuffle theirs apart; gradients are clipped, and target_kl ends updates.
+FLAGS = {"num_minibatches": 1, "update_epochs": 10, "target_kl": 2e-4, "norm_adv": True}
+FLAGS |= {"max_grad_norm": 0.1, "eval_episodes": 1}
+RUNS = {
+    "ppo": {"num_steps": 32, "total_timesteps": 512},
+    "ppo_continuous": {"num_envs": 4, "num_steps": 64, "total_timesteps": 1024},
+    "ppo_atari": {"env_id": "ALE/Pong-v5", "num_steps": 16, "total_timesteps": 128},
+}
+RUNS = {name: SHORT[name] | FLAGS | flags for name, flags in RUNS.items()}
+RUNS["ppo_atari"] |= {"eval_episodes": 0}
 
 
-@contextlib.contextmanager
-def torchrun(script: Path, *flags: Any) -> Iterator[subprocess.Popen]:
-    """Two processes, which end with the block."""
+def torchrun(*arguments: Any) -> tuple[int, str]:
+    """The exit status and stderr of two processes of this file."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, script, *map(str, flags)], env=environment, **pipes) as job:
+    command += [__file__, *map(str, arguments)]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as job:
         try:
-            yield job
+            _, stderr = job.communicate(timeout=300)
         finally:
             job.terminate()
+    return job.returncode, stderr
 
 
-def take_step(script: ModuleType, agent: Any, batch: Batch, indices: torch.Tensor) -> tuple:
-    """Metrics and gradients of a step on these indices, and the statistics of their returns."""
-    optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(1e-4))
-    args = script.Args(norm_adv=True, max_grad_norm=0.1)
-    metrics = script.update(agent, optimizer, batch, indices, args)
-    gradients = [x.grad for x in agent.parameters()]
-    if not hasattr(agent, "return_rms"):
-        return metrics, gradients, {}
-    agent.return_rms.update(batch.returns[indices])
-    return metrics, gradients, agent.return_rms.state_dict()
+def train(script: ModuleType, flags: dict[str, Any]) -> tuple:
+    """A run stopped by its report halfway, and resumed: numbers drawn, scores and weights."""
+    act, draws, agents = script.Agent.act, [], []
+
+    def act_alike(agent: Any, obs: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:
+        """Without noise, which processes draw apart; off means, where the gradient would be 0."""
+        draws.append(rng.random() if rng else None)
+        actions = act(agent, obs)
+        return actions if actions.ndim == 1 else actions + 0.5 * np.sin(10 * obs[:, :1])
+
+    script.Agent.act = act_alike
+    half = flags["total_timesteps"] // 2
+    # The report of the second process, if there is one, ends both.
+    is_last = os.environ.get("RANK") != "0"
+    first = script.train(script.Args(**flags), lambda step, score: is_last and step == half)
+    flags = flags | {"resume": str(latest_run())}
+    with helpers.watching(script, lambda agent, *_: agents.append(agent)):
+        second = script.train(script.Args(**flags))
+    return draws, (first, second), agents[0].state_dict()
 
 
-def work(script: ModuleType, flags: dict[str, Any]) -> tuple:
-    """What each process does: a step on its half, a run, and one that is ended and resumed."""
+def fail(script: ModuleType, flags: dict[str, Any], how: str) -> None:
+    """A run in whose third iteration the second process gets a reward of nan, or is killed."""
+    make_envs, num_calls = script.make_envs, [0]
 
-    def train(report: Callable | None = None, **more: Any) -> tuple:
-        """The score, the number of updates, and the weights."""
-        agents = []
-        with helpers.watching(script, lambda agent, *_: agents.append(agent)):
-            score = script.train(script.Args(**flags | more), report)
-        return score, len(agents), agents[0].state_dict()
+    def reward(rewards: np.ndarray) -> np.ndarray:
+        num_calls[0] += 1
+        if num_calls[0] == 2 * flags["num_steps"] + 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return np.nan * rewards
+        return rewards
 
-    torch.set_num_threads(1)
-    uninterrupted = train()  # begins the group of processes
-    weights, batch = torch.load("step.pt")
-    agent = helpers.new_agent(script, script.Args(**flags))
-    agent.load_state_dict(weights)
-    half = torch.arange(len(batch[0])).chunk(2)[script.RANK]
-    step = take_step(script, agent, Batch(*batch), half)
-    # The report of the second process ends it, at a scheduled checkpoint
-    end = flags["total_timesteps"] // 2
-    train(lambda global_step, _: script.RANK == 1 and global_step == end)
-    assert script.load_checkpoint(latest_run())["global_step"] == end
-    return step, uninterrupted, train(resume=str(latest_run()))
+    def make_broken_envs(*args: Any) -> gym.vector.VectorEnv:
+        return gym.wrappers.vector.TransformReward(make_envs(*args), reward)
+
+    if os.environ["RANK"] == "1":
+        script.make_envs = make_broken_envs
+    script.train(script.Args(**flags))
 
 
-@pytest.mark.parametrize(
-    ("name", "recipes"),
-    [
-        ("ppo", []),
-        ("ppo_continuous", []),
-        pytest.param("ppo_atari", [], marks=pytest.mark.slow),
-        pytest.param("ppo", ["multi_discrete"], marks=pytest.mark.slow),
-    ],
-)
-def test_two_processes(name: str, recipes: list[str]) -> None:
-    """Two processes take a step as one does on the whole minibatch, and are one run."""
-    choices = {"env_id": "probe_envs:Choices-v0", "env_kwargs": '{"kind": "multi_discrete"}'}
-    flags, one = SHORT[name] | (choices if recipes else {}), load(patched(name, *recipes))
-    args = one.Args(**flags)
-    with helpers.kept_batches(one) as batches:
-        one.train(args)
-    shutil.rmtree("runs")
-    size = len(batches[0].obs)
-    noisy = {x: getattr(batches[0], x) + torch.randn(size) for x in ("returns", "values")}
-    noisy["logprobs"] = batches[0].logprobs + 0.3 * torch.randn(size)
-    noisy["advantages"] = torch.randn(size).sort().values  # those of the halves differ
-    batch, agent = batches[0]._replace(**noisy), helpers.new_agent(one, args)
-    torch.save((agent.state_dict(), tuple(batch)), "step.pt")
-    metrics, gradients, statistics = take_step(one, agent, batch, torch.arange(size))
-    assert metrics["losses/grad_norm"] > 0.1, "it is clipped"
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes(name: str) -> None:
+    """Two processes make the run that one makes, resumed too, up to rounding; one writes it."""
+    _, scores, _ = train(load(patched(name)), RUNS[name])
+    expected = content(latest_run())
+    assert max(x for _, x in expected["losses/grad_norm"]) > 0.1
+    counts = [x for _, x in expected["losses/minibatches"]]
+    assert len(counts) == 4 and 1 < min(counts) < max(counts)
 
-    many = patched(name, *recipes, f"torchrun_{name}")
-    with torchrun(Path(__file__), many, json.dumps(flags)) as job:
-        _, stderr = job.communicate(timeout=300)
-    assert job.returncode == 0, stderr
-    _, uninterrupted, _ = torch.load("0.pt")
-    for step, whole, resumed in map(torch.load, ("0.pt", "1.pt")):
-        torch.testing.assert_close(step[:2], (metrics, gradients), rtol=1e-3, atol=1e-6)
-        torch.testing.assert_close(step[2], statistics)
-        assert_same(whole, uninterrupted)
-        assert_same(resumed[::2], uninterrupted[::2])  # the score and the weights
-
-    run, interrupted = sorted(Path("runs").iterdir())  # of the uninterrupted one, and the other one
-    for tag in ("losses/approx_kl", "debug/advantages", "charts/learning_rate"):
-        assert scalars(tag, interrupted) == scalars(tag, run) != []
-    if name == "ppo":
-        lengths = scalars("charts/episodic_length", run)
-        assert 0.6 < sum(length for _, length in lengths) / args.total_timesteps <= 1
-        assert len({step for step, _ in lengths}) > (0 if recipes else len(lengths) / 2)
-        assert [step for step, _ in scalars("eval/return", run)] == [args.total_timesteps]
+    status, stderr = torchrun(patched(name, f"torchrun_{name}"), json.dumps(RUNS[name]))
+    assert status == 0, stderr
+    ours = content(latest_run())
+    assert len([*Path("runs").iterdir()]) == 2
+    for saved in (ours, expected):
+        saved["last_returns"].sort()
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+    (draws, *results), (other_draws, *other_results) = map(torch.load, ("0.pt", "1.pt"))
+    assert_same(results, other_results)
+    assert results[0] == pytest.approx(scores, nan_ok=True)
+    assert draws[0] != other_draws[0]
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_one_process(name: str) -> None:
-    """Alone, a patched script does what the script does, bit for bit."""
-    contents = []
-    for path in (patched(name), patched(name, f"torchrun_{name}")):
-        script = load(path)
-        script.train(script.Args(**SHORT[name]))
-        contents.append(content(latest_run()))
-    assert_same(*contents)
+@pytest.mark.parametrize("how", ["nan", pytest.param("killed", marks=pytest.mark.slow)])
+def test_a_process_fails(how: str) -> None:
+    """All end, and the checkpoint is the one before."""
+    script, flags = patched("ppo", "torchrun_ppo"), RUNS["ppo"] | {"checkpoint_interval": 1}
+    status, stderr = torchrun(script, json.dumps(flags), how)
+    assert status != 0
+    assert how == "killed" or "FloatingPointError: nan, infinite or huge rewards" in stderr
+    assert load(script).load_checkpoint(latest_run())["global_step"] == 256
 
 
 def test_shares_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three processes can't share four environments; five can't share minibatches of 32 rows."""
-    for processes, num_envs, sentence in ((3, 4, "num_envs=4"), (5, 5, "minibatches of 32")):
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
-        script = load(patched("ppo", "torchrun_ppo"))
-        with pytest.raises(script.UsageError, match=f"{processes} processes can't .*{sentence}"):
-            script.train(script.Args(num_envs=num_envs, num_steps=32, num_minibatches=num_envs))
+    """Three processes can't share four environments, nor 3 x 2 steps in minibatches of 2."""
+    script = load(patched("ppo", "torchrun_ppo"))
+    monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 3)
+    for num_envs, num_steps, num_minibatches in ((4, 3, 3), (3, 2, 3)):
+        args = script.Args(num_envs=num_envs, num_steps=num_steps, num_minibatches=num_minibatches)
+        with pytest.raises(script.UsageError, match="3 processes can't share"):
+            script.train(args)
     assert not Path("runs").exists()
 
 
-@pytest.mark.slow
-def test_stopped_by_signals() -> None:
-    """A signal to all, and a second one from torchrun, end the run saved; it can be resumed."""
-    script, flags = patched("ppo", "torchrun_ppo"), ("--num-steps", 1024, "--eval-episodes", 0)
-    with torchrun(script, "--total-timesteps", 100_000_000, *flags) as job:
-        helpers.wait_for(job, "runs/*/events*")
-        workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        assert len(workers) >= 2
-        for process in (*workers, job.pid):
-            os.kill(int(process), signal.SIGTERM)
-        stdout, stderr = job.communicate(timeout=300)
-    assert job.returncode == 1  # torchrun's own
-    assert stdout.count("over the last 100 episodes") == 1, stderr
-    step = load(script).load_checkpoint(latest_run())["global_step"]
-    assert step % 4096 == 0
-    with torchrun(script, "--resume", latest_run(), "--total-timesteps", step + 2 * 4096) as job:
-        _, stderr = job.communicate(timeout=300)
-    assert job.returncode == 0, stderr
-    assert len(scalars("losses/approx_kl")) == (step + 2 * 4096) // 4096
-
-
-if __name__ == "__main__":  # in each process of test_two_processes
-    torch.save(work(load(Path(sys.argv[1])), json.loads(sys.argv[2])), f"{os.environ['RANK']}.pt")
+if __name__ == "__main__":  # in each of the two processes
+    path, flags, *how = sys.argv[1:]
+    dist.init_process_group("gloo")
+    if how:
+        fail(load(Path(path)), json.loads(flags), *how)
+    torch.save(train(load(Path(path)), json.loads(flags)), f"{os.environ['RANK']}.pt")

@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -97,14 +96,6 @@ def test_report_and_scalars(short: Any) -> None:
     ):
         unexplained = (batch.returns - batch.values).var() / batch.returns.var()
         assert explained == pytest.approx(1 - unexplained.item(), abs=1e-4)
-
-
-def test_nothing_is_left_running() -> None:
-    """No process and no thread is left."""
-    before = threading.active_count()
-    trained("ppo", vectorization="async", checkpoint_interval=1)
-    assert not multiprocessing.active_children()
-    assert threading.active_count() == before
 
 
 def test_every_sample_once_an_epoch() -> None:

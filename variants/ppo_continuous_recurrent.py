@@ -122,17 +122,15 @@ class UsageError(Exception):
 
 
 class Stagger(gym.Wrapper):
-    """Truncates once, at a random step, so that environments with a time limit don't end together.
-
-    The learner would see one phase of their episodes at a time.
-    """
+    """Truncates the first episode at a random step: else the learner sees one phase at a time."""
 
     steps_left = None
 
     def reset(self, **kwargs: Any) -> tuple:
         obs, info = self.env.reset(**kwargs)
         if self.steps_left is None:  # the first episode
-            self.steps_left = self.np_random.integers(self.spec.max_episode_steps) + 1
+            rng = np.random.default_rng(kwargs.get("seed"))
+            self.steps_left = rng.integers(self.spec.max_episode_steps) + 1
         return obs, info
 
     def step(self, action: np.ndarray) -> tuple:
@@ -492,7 +490,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 episode_lengths.extend(infos["episode_stats"]["l"][ended].tolist())
         not_done = 1.0 - (terminations | truncations)
         global_step += batch_size
-        for name, x in (("observations", obs), ("rewards", rewards)):
+        for name, x in (("observations", [obs, real_next_obs]), ("rewards", rewards)):
             if not np.abs(x).max() < 1e15:  # nan isn't; larger ones overflow when squared
                 raise FloatingPointError(f"nan, infinite or huge {name} before {global_step=}")
 
@@ -543,7 +541,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 for name, x in step_metrics.items():
                     metrics[name].append(x.clone())  # CUDA graphs reuse x
             kls = torch.stack(metrics["losses/approx_kl"][-args.num_minibatches :])
-            if args.target_kl is not None and kls.mean() > args.target_kl:
+            if args.target_kl and kls.mean() > args.target_kl:
                 break
         agent.log_std.data.clamp_(args.log_std_min, args.log_std_max)
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # measures, clips nothing
