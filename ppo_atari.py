@@ -301,7 +301,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
             break
     envs.close()
     if not returns:
-        tqdm.write("no episode ended: limit them, by --env-kwargs '{\"max_episode_steps\": 1000}'")
+        tqdm.write("no episode ended: limit them, by max_num_frames_per_episode in --env-kwargs")
         return np.nan
     mean = float(np.mean(returns))
     tqdm.write(f"evaluated at {mean:.1f} +- {np.std(returns):.1f} over {len(returns)} episodes")

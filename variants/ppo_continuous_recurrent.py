@@ -201,12 +201,8 @@ class RunningMeanStd(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(shape))
-        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("std", torch.ones(shape))
         self.register_buffer("count", torch.tensor(0.0))
-
-    @property
-    def std(self) -> Tensor:
-        return (self.var + 1e-8).sqrt()
 
     def update(self, samples: Tensor) -> None:
         """Take in samples, (B, *shape) (Chan et al. 1979, equation 1.5)."""
@@ -218,7 +214,9 @@ class RunningMeanStd(nn.Module):
         share = len(samples) / self.count
         delta = mean - self.mean
         self.mean += share * delta
-        self.var += share * (var - self.var + (1 - share) * delta**2)
+        old_var = self.std**2
+        new_var = old_var + share * (var - old_var + (1 - share) * delta**2)
+        self.std.copy_(new_var.sqrt().clamp(1e-4))  # never 0
 
     def forward(self, samples: Tensor) -> Tensor:
         return ((samples - self.mean) / self.std).clamp(-10, 10)  # detail 29
