@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -42,9 +41,11 @@ def test_same_job_same_text() -> None:
         texts = {script[name] for script in scripts if name in script}
         assert len(texts) == 1, f"{name} differs between scripts"
     assert set.intersection(*map(set, scripts)) == EVERYWHERE | DIFFERENT
-    # The two that normalize share that, too; what evaluations differ in is how an agent is made.
+    # Evaluations differ in how an agent is made, and in the keyword that limits episodes.
     assert set(scripts[1]) - set(scripts[0]) == {"Stagger"}
-    evaluations = [re.sub(r"Agent\(.*?\)", "", script["evaluate"]) for script in scripts]
+    evaluations = [
+        re.sub(r"Agent\(.*?\)|no episode.*", "", script["evaluate"]) for script in scripts
+    ]
     assert len({*evaluations}) == 1
 
 
@@ -61,19 +62,6 @@ def test_same_flag_same_help() -> None:
     # An MLP is fastest in one thread; games are made by ALE.
     different = {"env_id", "env_kwargs", "num_threads"}
     assert {x for x in texts if len(texts[x]) > 1} == different
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """--help shows each flag with its comment, and leaves nothing behind."""
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
-    text = capsys.readouterr().out
-    for field in MODULES[name].Args.__dataclass_fields__:
-        assert f"--{field.replace('_', '-')}" in text
-    assert "discount factor" in text
-    assert [*Path().iterdir()] == []
 
 
 NEEDS = {"torch", "gymnasium", "numpy", "tensorboard", "tyro", "tqdm", "moviepy"}

@@ -37,14 +37,6 @@ def code_tokens(source: str) -> list[tokenize.TokenInfo]:
     return tokens
 
 
-def test_tokens_are_counted() -> None:
-    """Counted by hand: no docstring, no comment, and one token for all of an f-string."""
-    body = '    """More."""\n    # why\n    return f"{1 + 1} {f()!r:>{3}}"'
-    tokens = code_tokens(f'"""Text."""\n\n\ndef f():\n{body}\n')
-    assert [token.string for token in tokens][:6] == ["def", "f", "(", ")", ":", "return"]
-    assert [token.start[0] for token in tokens] == [4, 4, 4, 4, 4, 7, 7]
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_size(name: str) -> None:
     """Flags, tokens, tokens of a line, and lines of each function."""
