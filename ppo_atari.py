@@ -239,7 +239,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # objective, its gradient is 0; where it left by worsening it, the gradient stays.
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # clamp would compile a float in
+    clip = args.clip_coef * torch.ones_like(ratio)  # compiled, a float would never change
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -251,7 +251,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     value_loss = 0.5 * squared_errors.mean()
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()  # detail 10
-    with torch.no_grad():  # detail 12: only logged
+    with torch.no_grad():  # detail 12: for the log, and target_kl
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
             "losses/value_loss": value_loss.detach(),
@@ -273,6 +273,8 @@ def set_up_torch(args: Args) -> None:
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.num_threads)
+    if args.compile:
+        torch._dynamo.config.trace_autograd_ops = True  # backward() within a compiled graph
 
 
 def load_checkpoint(folder: str | Path) -> dict:
@@ -315,7 +317,6 @@ def train(args: Args, report: Callable | None = None) -> float:
     `report(global_step, mean_return)` is called; if it returns True, the run is saved and ends.
     """
     set_up_torch(args)
-    torch._dynamo.config.trace_autograd_ops = True  # backward() within a compiled graph
     gradient_step = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args.bf16).to(args.device)
@@ -363,7 +364,7 @@ def train(args: Args, report: Callable | None = None) -> float:
 
     start_time = time.time()
     rng = np.random.default_rng([args.seed, global_step])
-    next_obs, _ = envs.reset(seed=args.seed + global_step)
+    next_obs, _ = envs.reset(seed=args.seed + global_step)  # a resumed run begins new episodes
     bar = tqdm(total=args.total_timesteps, initial=global_step, disable=None)
     for iteration in range(1, num_iterations + 1):
         learning_rate = args.learning_rate
@@ -380,14 +381,14 @@ def train(args: Args, report: Callable | None = None) -> float:
             next_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(action)
             real_next_obs[t] = next_obs
             if "final_obs" in infos:
-                ended = infos["_episode_stats"]
+                ended = infos["_episode_stats"]  # in which environments
                 real_next_obs[t, ended] = np.stack(infos["final_obs"][ended])
                 episode_returns.extend(infos["episode_stats"]["r"][ended].tolist())
                 episode_lengths.extend(infos["episode_stats"]["l"][ended].tolist())
         not_done = 1.0 - (terminations | truncations)
         global_step += batch_size
 
-        # Values, and the old log-probs; after a truncation, the next value is the last obs's
+        # Old log-probs, values and next values, which count after a truncation: it is no real end
         b_obs = flatten(obs)
         b_next_obs = flatten(real_next_obs)
         b_actions = flatten(actions)
@@ -396,7 +397,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             values = b_values.view(shape).numpy(force=True)
             next_values = agent.get_value(b_next_obs).view(shape).numpy(force=True)
 
-        # GAE (arXiv:1506.02438, eq. 16; detail 5): A[t] = delta[t] + gamma lambda A[t + 1]
+        # GAE (arXiv:1506.02438; detail 5), within episodes: A[t] = delta[t] + gamma lambda A[t + 1]
         # Only the signs of rewards count (detail 19)
         deltas = np.sign(rewards) + args.gamma * np.where(terminations, 0, next_values) - values
         advantages = np.zeros_like(rewards)
@@ -405,7 +406,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             advantage = deltas[t] + args.gamma * args.gae_lambda * not_done[t] * advantage
             advantages[t] = advantage
         b_advantages = flatten(advantages)
-        b_returns = b_advantages + b_values  # the critic's targets; change advantages below only
+        b_returns = b_advantages + b_values  # the critic's targets: change advantages after them
 
         # Update, in shuffled minibatches (detail 6)
         batch = (b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values)
@@ -421,7 +422,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             if args.target_kl and kls.mean() > args.target_kl:
                 break
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # measures, clips nothing
-        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # zero_grad() in it
+        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # 0: zero_grad() in update
             raise FloatingPointError(f"gradient of 0, inf or nan (log of 0?) before {global_step=}")
 
         # Log
@@ -441,7 +442,8 @@ def train(args: Args, report: Callable | None = None) -> float:
         bar.update(batch_size)
 
         # Checkpoint
-        is_last = bool(report and report(global_step, mean_return)) or iteration == num_iterations
+        is_stopped = report and report(global_step, mean_return)
+        is_last = is_stopped or iteration == num_iterations
         is_evaluated = is_last or (args.eval_interval and iteration % args.eval_interval == 0)
         if is_evaluated or iteration % args.checkpoint_interval == 0:
             saved = {"args": config, "global_step": global_step, "last_returns": last_returns}

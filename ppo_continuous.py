@@ -91,7 +91,7 @@ class Args:
 
     def __post_init__(self) -> None:
         for name, x in vars(self).items():
-            least = -100 if "log_std" in name else 0
+            least = -100 if "log_std" in name else 0  # a logarithm may be negative
             if isinstance(x, int | float) and not least <= x < np.inf:
                 raise ValueError(f"{name}={x} must be a number from {least} on")
         batch_size = self.num_envs * self.num_steps
@@ -107,13 +107,13 @@ class UsageError(Exception):
 
 
 class Stagger(gym.Wrapper):
-    """Truncates the first episode at a random step: else the learner sees one phase at a time."""
+    """Truncates once, at a random step up to the time limit: else all episodes end together."""
 
     steps_left = None
 
     def reset(self, **kwargs: Any) -> tuple:
         obs, info = self.env.reset(**kwargs)
-        if self.steps_left is None:  # the first episode
+        if self.steps_left is None:  # at the first reset
             rng = np.random.default_rng(kwargs.get("seed"))
             self.steps_left = rng.integers(self.spec.max_episode_steps) + 1
         return obs, info
@@ -144,7 +144,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
                     f"no time limit of {args.env_id} is known, so its episodes stay in lockstep: "
                     "give one, by --env-kwargs '{\"max_episode_steps\": 1000}'"
                 )
-        return FlattenObservation(env)  # add wrappers here, but none with a state
+        return FlattenObservation(env)  # add wrappers here; statistics of theirs aren't saved
 
     mode = args.vectorization
     if videos or (mode == "async" and num_envs == 1):
@@ -201,13 +201,13 @@ class RunningMeanStd(nn.Module):
         self.std.copy_(new_var.sqrt().clamp(1e-4))  # never 0
 
     def forward(self, samples: Tensor) -> Tensor:
-        return ((samples - self.mean) / self.std).clamp(-10, 10)  # detail 29
+        return ((samples - self.mean) / self.std).clamp(-10, 10)  # detail 29; else, return samples
 
 
 class Agent(nn.Module):
     """Separate actor and critic (detail 13). They take raw observations, and normalize them.
 
-    All that is learned or counted, and so is to be saved, belongs here.
+    What a change learns or counts belongs here, as a parameter or a buffer: these are saved.
     """
 
     def __init__(self, envs: VectorEnv, log_std_init: float) -> None:
@@ -243,9 +243,9 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
-        """Actions, (B, action_size), with bounds -1 .. 1: samples or, without rng, means.
+        """Actions, (B, action_size), that evaluate_actions scores: samples or, without rng, means.
 
-        It must sample what `evaluate_actions` scores.
+        The bounds are at -1 and 1; what is beyond is clipped by the environment's wrapper.
         """
         obs = torch.as_tensor(obs, dtype=torch.float32, device=self.obs_rms.mean.device)
         mean, log_std = self.get_distribution(obs)
@@ -277,7 +277,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # objective, its gradient is 0; where it left by worsening it, the gradient stays.
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # clamp would compile a float in
+    clip = args.clip_coef * torch.ones_like(ratio)  # compiled, a float would never change
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -289,7 +289,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     value_loss = 0.5 * squared_errors.mean()
 
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()  # detail 10
-    with torch.no_grad():  # detail 12: only logged
+    with torch.no_grad():  # detail 12: for the log, and target_kl
         metrics = {
             "losses/policy_loss": policy_loss.detach(),
             "losses/value_loss": value_loss.detach(),
@@ -311,6 +311,8 @@ def set_up_torch(args: Args) -> None:
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.num_threads)
+    if args.compile:
+        torch._dynamo.config.trace_autograd_ops = True  # backward() within a compiled graph
 
 
 def load_checkpoint(folder: str | Path) -> dict:
@@ -353,7 +355,6 @@ def train(args: Args, report: Callable | None = None) -> float:
     `report(global_step, mean_return)` is called; if it returns True, the run is saved and ends.
     """
     set_up_torch(args)
-    torch._dynamo.config.trace_autograd_ops = True  # backward() within a compiled graph
     gradient_step = torch.compile(update, mode="reduce-overhead", disable=not args.compile)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args.log_std_init).to(args.device)
@@ -401,7 +402,7 @@ def train(args: Args, report: Callable | None = None) -> float:
 
     start_time = time.time()
     rng = np.random.default_rng([args.seed, global_step])
-    next_obs, _ = envs.reset(seed=args.seed + global_step)
+    next_obs, _ = envs.reset(seed=args.seed + global_step)  # a resumed run begins new episodes
     reward_sum = 0.0
     bar = tqdm(total=args.total_timesteps, initial=global_step, disable=None)
     for iteration in range(1, num_iterations + 1):
@@ -419,26 +420,26 @@ def train(args: Args, report: Callable | None = None) -> float:
             next_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(action)
             real_next_obs[t] = next_obs
             if "final_obs" in infos:
-                ended = infos["_episode_stats"]
+                ended = infos["_episode_stats"]  # in which environments
                 real_next_obs[t, ended] = np.stack(infos["final_obs"][ended])
                 episode_returns.extend(infos["episode_stats"]["r"][ended].tolist())
                 episode_lengths.extend(infos["episode_stats"]["l"][ended].tolist())
         not_done = 1.0 - (terminations | truncations)
         global_step += batch_size
         for name, x in (("observations", [obs, real_next_obs]), ("rewards", rewards)):
-            if not np.abs(x).max() < 1e15:  # nan isn't; larger ones overflow when squared
+            if not np.abs(x).max() < 1e15:  # false for nan; squares must not overflow
                 raise FloatingPointError(f"nan, infinite or huge {name} before {global_step=}")
 
-        # Divide rewards by the deviation of a discounted sum of past ones (details 30, 31)
+        # Divide rewards by the deviation of a discounted sum of past ones (details 30, 31); else,
+        # scaled_rewards = rewards. A bonus is added to rewards above or to scaled_rewards below.
         reward_sums = np.zeros_like(rewards)
         for t in range(args.num_steps):
-            reward_sum = args.gamma * reward_sum + rewards[t]
-            reward_sums[t] = reward_sum
-            reward_sum = reward_sum * not_done[t]
+            reward_sums[t] = args.gamma * reward_sum + rewards[t]
+            reward_sum = reward_sums[t] * not_done[t]
         agent.return_rms.update(flatten(reward_sums))
         scaled_rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
 
-        # Values, and the old log-probs; after a truncation, the next value is the last obs's
+        # Old log-probs, values and next values, which count after a truncation: it is no real end
         b_obs = flatten(obs)
         b_next_obs = flatten(real_next_obs)
         b_actions = flatten(actions)
@@ -447,7 +448,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             values = b_values.view(shape).numpy(force=True)
             next_values = agent.get_value(b_next_obs).view(shape).numpy(force=True)
 
-        # GAE (arXiv:1506.02438, eq. 16; detail 5): A[t] = delta[t] + gamma lambda A[t + 1]
+        # GAE (arXiv:1506.02438; detail 5), within episodes: A[t] = delta[t] + gamma lambda A[t + 1]
         deltas = scaled_rewards + args.gamma * np.where(terminations, 0, next_values) - values
         advantages = np.zeros_like(rewards)
         advantage = 0.0
@@ -455,7 +456,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             advantage = deltas[t] + args.gamma * args.gae_lambda * not_done[t] * advantage
             advantages[t] = advantage
         b_advantages = flatten(advantages)
-        b_returns = b_advantages + b_values  # the critic's targets; change advantages below only
+        b_returns = b_advantages + b_values  # the critic's targets: change advantages after them
 
         # Update, in shuffled minibatches (detail 6)
         batch = (b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values)
@@ -472,7 +473,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 break
         agent.log_std.data.clamp_(args.log_std_min, args.log_std_max)
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # measures, clips nothing
-        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # zero_grad() in it
+        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # 0: zero_grad() in update
             raise FloatingPointError(f"gradient of 0, inf or nan (log of 0?) before {global_step=}")
         agent.obs_rms.update(b_obs)  # after it, so that old and new log-probs normalize alike
 
@@ -493,7 +494,8 @@ def train(args: Args, report: Callable | None = None) -> float:
         bar.update(batch_size)
 
         # Checkpoint
-        is_last = bool(report and report(global_step, mean_return)) or iteration == num_iterations
+        is_stopped = report and report(global_step, mean_return)
+        is_last = is_stopped or iteration == num_iterations
         is_evaluated = is_last or (args.eval_interval and iteration % args.eval_interval == 0)
         if is_evaluated or iteration % args.checkpoint_interval == 0:
             saved = {"args": config, "global_step": global_step, "last_returns": last_returns}
