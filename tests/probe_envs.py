@@ -196,7 +196,7 @@ class Signs(Probe):
     """Right is 1 where the image's lit half and the vector's sign agree; no part of it tells."""
 
     observation_space = Dict(
-        vector=Box(-1, 1, (3,), np.float32), image=Box(0, 255, (8, 8, 3), np.uint8)
+        place=Box(-1, 1, (3,), np.float32), eye=Box(0, 255, (8, 8, 3), np.uint8), kind=Discrete(2)
     )
 
     def observe(self) -> dict[str, np.ndarray]:
@@ -204,7 +204,7 @@ class Signs(Probe):
         image, vector = np.zeros((8, 8, 3), np.uint8), np.zeros(3, np.float32)
         image[:, 4 * self.side : 4 * self.side + 4] = 255
         vector[1] = 2 * self.sign - 1
-        return {"image": image, "vector": vector}
+        return {"eye": image, "place": vector, "kind": 1}
 
     def step(self, action: int) -> Step:
         reward = float(action == (self.side == self.sign))

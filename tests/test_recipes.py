@@ -188,10 +188,10 @@ def test_dict_obs() -> None:
     assert score > 7
     obs, _ = module.make_envs(module.Args(**FLAGS["dict_obs"]), 1).reset(seed=1)
     shown = gym.spaces.unflatten(Signs.observation_space, obs[0])
-    image = torch.tensor(shown["image"]).permute(2, 0, 1)[None] / 255
-    vector = (torch.tensor(shown["vector"]) - agent.obs_rms.mean[:3]) / agent.obs_rms.std[:3]
-    expected = torch.cat([agent.cnn(image), vector[None]], -1)
-    torch.testing.assert_close(agent.get_features(torch.tensor(obs)), expected)
+    image = torch.tensor(shown["eye"]).float().permute(2, 0, 1)[None] / 255
+    place = (torch.tensor(shown["place"]) - agent.obs_rms.mean[:3]) / agent.obs_rms.std[:3]
+    expected = torch.cat([agent.cnn(image), place[None], torch.zeros(1, 2)], -1)
+    torch.testing.assert_close(agent.get_features(torch.tensor(obs).float()), expected)
 
 
 @pytest.mark.parametrize("script", ["ppo", "ppo_continuous"])
