@@ -7,10 +7,8 @@ import runpy
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import gymnasium as gym
@@ -327,19 +325,11 @@ def test_another_agent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {file: file.read_bytes() for file in run.iterdir()} == files
 
 
-class Malicious:
-    """What does harm when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Callable, tuple]:
-        """Make a folder."""
-        return os.mkdir, ("harm",)
-
-
 def test_checkpoints_that_do_not_fit(capsys: pytest.CaptureFixture) -> None:
-    """One of another task or script, damaged, or with code in it: an error, and no harm."""
+    """One of another task or script, or damaged: an error, and no harm."""
     run = trained("ppo")
     path = run / "checkpoint.pt"
-    whole, saved = path.read_bytes(), ppo.load_checkpoint(run)
+    whole = path.read_bytes()
     for flag in ("--resume", "--evaluate"):
         with pytest.raises(RuntimeError, match="size mismatch"):
             main("ppo", flag, run, "--env-id", "Acrobot-v1")
@@ -348,10 +338,6 @@ def test_checkpoints_that_do_not_fit(capsys: pytest.CaptureFixture) -> None:
         assert main("ppo_continuous", flag, run) == 2
         assert "CartPole-v1 has actions" in capsys.readouterr().err
     assert path.read_bytes() == whole
-    torch.save(saved | {"args": Malicious()}, path)
-    with pytest.raises(UnpicklingError):
-        main("ppo", "--resume", run)
-    assert not Path("harm").exists()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises((RuntimeError, OSError)):
         main("ppo", "--evaluate", run)

@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +29,6 @@ from helpers import (
 from probe_envs import Careless, Spaces
 
 import ppo
-import ppo_atari
 import ppo_continuous
 
 BOTH = pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
@@ -179,16 +177,6 @@ def test_without_a_time_limit() -> None:
     assert len(told) == 1 and remedy in told[0]
     assert "return nan over the last 0 episodes" in stdout
     assert np.isnan(scalars("eval/return")[0][1])
-
-
-def test_canonical_defaults() -> None:
-    """Those of "The 37 Implementation Details" for Atari."""
-    expected = {"num_envs": 8, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
-    expected |= {"learning_rate": 2.5e-4, "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95}
-    expected |= {"norm_adv": True, "clip_coef": 0.1, "clip_vloss": True, "target_kl": None}
-    expected |= {"ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5}
-    args = ppo_atari.Args(total_timesteps=10_000_000, repeat_action_probability=0.0)
-    assert args == ppo_atari.Args() == replace(args, **expected)
 
 
 @pytest.fixture(params=SCRIPTS)

@@ -237,13 +237,3 @@ def test_bad_input(script: ModuleType) -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             arguments(script, **flags)
-
-
-@pytest.mark.slow
-def test_compiled(script: ModuleType) -> None:
-    """Compiled, an iteration leads to the same weights, but for rounding."""
-    weights = []
-    for is_compiled in (False, True):
-        script.train(arguments(script, compile=is_compiled, total_timesteps=256))
-        weights.append(script.load_checkpoint(latest_run())["agent"])
-    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
