@@ -2,7 +2,7 @@
 
     pip install -r benchmark/requirements.txt envpool==1.2.5
     python benchmark/speed.py peers --sb3 /tmp/sb3 --cleanrl /tmp/cleanrl --leanrl /tmp/leanrl
-    python benchmark/speed.py solved --cleanrl /tmp/cleanrl --rounds 3
+    python benchmark/speed.py solved --cleanrl /tmp/cleanrl --rounds 3 --limit 600
     git worktree add /tmp/before 5d58015 && python benchmark/speed.py before --folder /tmp/before
     python benchmark/speed.py sources
     python benchmark/speed.py slow
@@ -32,6 +32,7 @@ results/speed.csv: ours are timed in the second half of a run, Stable-Baselines3
 iteration, the rest as they print it, so that neither imports nor compilation count.
 """
 
+import math
 import os
 import re
 import subprocess
@@ -198,6 +199,7 @@ class Args:
     rounds: int = 5  # alternations, with a seed each in "solved"; the median counts
     sb3: Path | None = None  # the virtual environment of Stable-Baselines3
     cleanrl: Path | None = None  # the folder of CleanRL's
+    limit: float = math.inf  # seconds after which a run of "solved" is given up
     leanrl: Path | None = None  # the folder of LeanRL's
     folder: Path | None = None  # where the version to compare with lies
 
@@ -279,8 +281,11 @@ def before(args: Args) -> dict[str, dict[str, Timed]]:
     }
 
 
-def until(goal: float, words: list[str]) -> dict[str, float | str]:
-    """Run a script in an empty folder until the last 100 returns' mean is `goal`, or to its end."""
+def until(goal: float, words: list[str], limit: float) -> dict[str, float | str]:
+    """Run a script in an empty folder until the last 100 returns' mean is `goal`, or to its end.
+
+    After `limit` seconds it is given up. Where it didn't get there, no seconds are returned.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     returns, steps = deque(maxlen=100), 0
     start = time.perf_counter()
@@ -295,9 +300,10 @@ def until(goal: float, words: list[str]) -> dict[str, float | str]:
                 steps, kind, number = int(found[1]), found[2], float(found[3])
                 returns.append(number)
                 mean = number if kind == "mean" else np.mean(returns)
-                if mean >= goal:
+                seconds = time.perf_counter() - start
+                if mean >= goal or seconds > limit:
                     process.kill()
-                    return {"seconds": round(time.perf_counter() - start, 1), "steps": steps}
+                    return {"seconds": round(seconds, 1) if mean >= goal else "", "steps": steps}
     if process.returncode:
         raise RuntimeError(f"{' '.join(words)} failed")
     return {"seconds": "", "steps": steps}
@@ -314,7 +320,7 @@ def solved(args: Args) -> None:
         for seed in range(1, args.rounds + 1):
             for who, words in runs.items() if case.startswith(args.only) else ():
                 row = {"case": case, "goal": goal, "who": who, "seed": seed}
-                row |= until(goal, [*words, "--seed", str(seed)])
+                row |= until(goal, [*words, "--seed", str(seed)], args.limit)
                 print(row, flush=True)
                 append("solved.csv", [row | provenance()])
 
