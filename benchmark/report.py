@@ -46,7 +46,8 @@ PUBLISHED = {
 }
 FIGURES = ["command", "steps", "seeds", "training", "lowest .. highest", "greedy"]
 EVERYTHING = [*FIGURES, "best", "minutes", "commit", "CleanRL, training", "Tianshou, best greedy"]
-SHORT = ["script", "steps", "seeds", "training", "greedy", "CleanRL, training"]
+SHORT = ["steps", "seeds", "training", "greedy", "CleanRL, training", "solved after"]
+SHORT += ["CleanRL's solved after"]
 PEERS = ["CleanRL", "LeanRL", "Stable-Baselines3"]
 SHORT_SPEEDS = [  # case, who, name in the table
     ("CartPole-v1", "ppo.py", "CartPole-v1, 4 environments"),
@@ -98,10 +99,18 @@ def table(rows: list[dict[str, str]]) -> str:
     return pd.DataFrame(rows).fillna("").to_markdown(index=False, disable_numparse=True)
 
 
+def seconds(env_id: str, who: str) -> str:
+    """The median of the seeds' seconds until a task is solved, nothing if it wasn't tried."""
+    frame = load("solved.csv")
+    rows = frame[(frame.case == env_id.split("-")[0]) & (frame.who == who)]
+    median = rows.seconds.fillna(np.inf).median()
+    unsolved = f"not in {rows.steps.max():,} steps" if len(rows) else ""
+    return f"{median:.0f} s" if np.isfinite(median) else unsolved
+
+
 def results(names: list[str], *columns: str) -> str:
     """The table of lists of runs.toml, with these columns beside the environment."""
     cells: dict[str, Callable[[Run, pd.DataFrame], str]] = {
-        "script": lambda run, rows: f"`{run.script}`",
         "command": lambda run, rows: f"`{label(run.script, run.flags)}`",
         "steps": lambda run, rows: f"{rows.steps.iloc[0]:,}",
         "seeds": lambda run, rows: str(len(rows)),
@@ -113,6 +122,10 @@ def results(names: list[str], *columns: str) -> str:
         "commit": lambda run, rows: ", ".join(rows.commit.str[:7].unique()),
         "CleanRL, training": lambda run, rows: published("CleanRL", run),
         "Tianshou, best greedy": lambda run, rows: published("Tianshou", run),
+        "solved after": lambda run, rows: seconds(
+            run.env_id, "ours, compiled" if "--compile" in run.flags else "ours"
+        ),
+        "CleanRL's solved after": lambda run, rows: seconds(run.env_id, "CleanRL's"),
     }
     lines = []
     for run, seeds in runs_of(*names).items():
@@ -204,11 +217,20 @@ def solved() -> str:
     """Seconds until a task is solved: the median of the seeds, by who learns it."""
     frame, lines = load("solved.csv"), {}
     for (case, goal, who), rows in frame.groupby(["case", "goal", "who"], sort=False):
-        median = rows.seconds.fillna(np.inf).median()
         line = lines.setdefault(case, {"": case, "solved at": f"{goal:g}"})
-        unsolved = f"not in {rows.steps.max():,} steps"
-        line[who] = f"{median:.0f}" if np.isfinite(median) else unsolved
+        line[f"{who}, seeds"] = f"{seconds(case, who)}, {len(rows)}"
     return table([*lines.values()])
+
+
+def before() -> str:
+    """Steps a second of version 3 and of version 2, which took turns."""
+    frame, lines = load("speed.csv"), []
+    for case, rows in frame[frame.table == "before"].groupby("case", sort=False):
+        old, new = (rows[rows.who == who] for who in ("before", "now"))
+        speeds = {"version 2": old, "version 3": new}
+        line = {"": case} | {k: f"{x.steps_per_s.median():,.0f}" for k, x in speeds.items()}
+        lines.append(line | {"ratio": ratio(new, old)})
+    return table(lines)
 
 
 def sources() -> str:
@@ -243,7 +265,7 @@ def searches() -> str:
 
 
 TABLES = {
-    "main-short": lambda: results(["classic", "main"], *SHORT),
+    "main-short": lambda: results(["classic", "compare"], *SHORT),
     "main": lambda: results(["classic", "compare", "main"], *EVERYTHING),
     "ablation": lambda: ablation("ablation"),
     "held-out": lambda: results(["held-out"], *EVERYTHING[:-1]),
@@ -254,6 +276,7 @@ TABLES = {
     "speed": speeds,
     "speed-short": short_speeds,
     "solved": solved,
+    "before": before,
     "sources": sources,
     "gpu": gpu,
     "tuned": lambda: results(["tuned"], *FIGURES, "commit"),

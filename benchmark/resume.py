@@ -33,7 +33,7 @@ from run import ROOT, append, events_of, provenance
 CASES = [
     "ppo.py --env-id CartPole-v1 --total-timesteps 200000",
     "ppo_continuous.py --env-id HalfCheetah-v5 --total-timesteps 200000",
-    "ppo_atari.py --env-id ALE/Pong-v5 --total-timesteps 38400 --num-steps 32 --num-threads 1",
+    "ppo_atari.py --env-id ALE/Pong-v5 --total-timesteps 20480 --num-steps 32 --num-threads 1",
 ]
 logging.getLogger("tensorboard").setLevel(logging.ERROR)  # a resumed run is no news
 RECIPE = "recipes/exact_resume.diff"
