@@ -12,8 +12,8 @@
 Each iteration has three parts: the policy acts for `num_steps` in each of `num_envs` environments;
 generalized advantage estimation tells how much better each action was than expected; and gradient
 steps on shuffled minibatches of these samples, `update_epochs` times over, make the better ones
-more probable and the worse ones less. Each sample is weighted by its action's probability under
-the new policy over that under the old one, and nothing is gained by moving this ratio far from 1.
+more probable and the worse ones less. What they maximize is the advantage times the ratio of the
+action's new probability to its old one, clipped so that nothing is gained by moving it far from 1.
 
 "Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization", Huang et
 al. 2022: 1-13 core, 14-22 Atari, 23-31 continuous actions (28-31: normalization), 32-36 LSTM.
@@ -81,7 +81,7 @@ class Args:
     ent_coef: float = 0.002  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
-    target_kl: float | None = None  # end an iteration's epochs after one with a mean KL above this
+    target_kl: float | None = None  # stop the epochs after one whose mean KL is above this
 
     def __post_init__(self) -> None:
         for name, x in vars(self).items():
@@ -102,7 +102,7 @@ class UsageError(Exception):
 def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
     """Make environments (detail 1) with flat observations, (num_envs, obs_size), and raw rewards.
 
-    Where an episode ends, step returns the next one's first obs; `infos["final_obs"]` has its last.
+    Where an episode ends, obs is the next one's first; its own last is in `infos["final_obs"]`.
     """
 
     def wrap(env: gym.Env) -> gym.Env:
@@ -165,7 +165,7 @@ class RunningMeanStd(nn.Module):
         self.std.copy_(new_var.sqrt().clamp(1e-4))  # never 0
 
     def forward(self, samples: Tensor) -> Tensor:
-        return ((samples - self.mean) / self.std).clamp(-10, 10)  # detail 29; else, return samples
+        return ((samples - self.mean) / self.std).clamp(-10, 10)  # detail 29; off: return samples
 
 
 class Agent(nn.Module):
@@ -195,7 +195,7 @@ class Agent(nn.Module):
         )
 
     def get_logits(self, obs: Tensor) -> Tensor:
-        """Logits of the actions, (B, num_actions). Mask here, by -1e8, with a mask in obs."""
+        """Logits of the actions, (B, num_actions). To mask some, set theirs to -1e8 here."""
         return self.actor(self.obs_rms(obs))
 
     def get_value(self, obs: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
-        """Actions, (B,), as evaluate_actions scores them: samples or, without rng, likeliest."""
+        """Actions, (B,): samples of what evaluate_actions scores; without rng, the likeliest."""
         obs = torch.as_tensor(obs, dtype=torch.float32, device=self.obs_rms.mean.device)
         logits = self.get_logits(obs).numpy(force=True)
         if rng:  # Gumbel-max trick: the argmax is a sample of the softmax
@@ -231,7 +231,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # objective, its gradient is 0; where it left by worsening it, the gradient stays.
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # compiled, a float would never change
+    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: --compile freezes floats
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -303,7 +303,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
 
 
 def train(args: Args, report: Callable | None = None) -> float:
-    """Train an agent in a new folder in `runs`, or go on with the one in `args.resume`.
+    """Train an agent in a new folder in `runs`, or go on, by these args, in `args.resume`.
 
     Returns the mean raw return of the last 100 episodes, nan if none ended. After each iteration
     `report(global_step, mean_return)` is called; if it returns True, the run is saved and ends.
@@ -384,8 +384,8 @@ def train(args: Args, report: Callable | None = None) -> float:
             if not np.abs(x).max() < 1e15:  # false for nan; squares must not overflow
                 raise FloatingPointError(f"nan, infinite or huge {name} before {global_step=}")
 
-        # Divide rewards by the deviation of a discounted sum of past ones (details 30, 31); else,
-        # scaled_rewards = rewards. A bonus is added to rewards above or to scaled_rewards below.
+        # Divide rewards by the deviation of a discounted sum of past ones (details 30, 31). To turn
+        # it off: scaled_rewards = rewards. A bonus is added to rewards here or to those below.
         reward_sums = np.zeros_like(rewards)
         for t in range(args.num_steps):
             reward_sums[t] = args.gamma * reward_sum + rewards[t]
@@ -393,7 +393,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         agent.return_rms.update(flatten(reward_sums))
         scaled_rewards = (rewards / agent.return_rms.std.item()).clip(-10, 10)
 
-        # Old log-probs, values and next values, which count after a truncation: it is no real end
+        # Old log-probs, values, and the next values, by which a truncated episode is bootstrapped
         b_obs = flatten(obs)
         b_next_obs = flatten(real_next_obs)
         b_actions = flatten(actions)
@@ -426,8 +426,8 @@ def train(args: Args, report: Callable | None = None) -> float:
             if args.target_kl and kls.mean() > args.target_kl:
                 break
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # measures, clips nothing
-        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # 0: zero_grad() in update
-            raise FloatingPointError(f"gradient of 0, inf or nan (log of 0?) before {global_step=}")
+        if not grad_norm < np.inf or (args.compile and grad_norm == 0):
+            raise FloatingPointError(f"gradient of 0 (by zero_grad?), inf or nan, {global_step=}")
         agent.obs_rms.update(b_obs)  # after it, so that old and new log-probs normalize alike
 
         # Log

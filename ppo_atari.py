@@ -12,8 +12,8 @@
 Each iteration has three parts: the policy acts for `num_steps` in each of `num_envs` environments;
 generalized advantage estimation tells how much better each action was than expected; and gradient
 steps on shuffled minibatches of these samples, `update_epochs` times over, make the better ones
-more probable and the worse ones less. Each sample is weighted by its action's probability under
-the new policy over that under the old one, and nothing is gained by moving this ratio far from 1.
+more probable and the worse ones less. What they maximize is the advantage times the ratio of the
+action's new probability to its old one, clipped so that nothing is gained by moving it far from 1.
 
 "Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization", Huang et
 al. 2022: 1-13 core, 14-22 Atari, 23-31 continuous actions (28-31: normalization), 32-36 LSTM.
@@ -82,7 +82,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
-    target_kl: float | None = None  # end an iteration's epochs after one with a mean KL above this
+    target_kl: float | None = None  # stop the epochs after one whose mean KL is above this
 
     def __post_init__(self) -> None:
         for name, x in vars(self).items():
@@ -144,7 +144,7 @@ class RenderScreens(VectorWrapper):
 def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
     """Make games (detail 1) by ALE's vector environment: (num_envs, 4, 84, 84) bytes, raw rewards.
 
-    Where an episode ends, step returns the next one's first obs; `infos["final_obs"]` has its last.
+    Where an episode ends, obs is the next one's first; its own last is in `infos["final_obs"]`.
     """
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), scales, greys and stacks
     # the screens (18, 20), and presses fire and no-ops after a reset (17, 14).
@@ -211,7 +211,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
-        """Actions, (B,), as evaluate_actions scores them: samples or, without rng, likeliest."""
+        """Actions, (B,): samples of what evaluate_actions scores; without rng, the likeliest."""
         logits, _ = self(torch.as_tensor(obs, device=self.critic.weight.device))
         logits = logits.numpy(force=True)
         if rng:  # Gumbel-max trick: the argmax is a sample of the softmax
@@ -239,7 +239,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # objective, its gradient is 0; where it left by worsening it, the gradient stays.
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # compiled, a float would never change
+    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: --compile freezes floats
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -311,7 +311,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
 
 
 def train(args: Args, report: Callable | None = None) -> float:
-    """Train an agent in a new folder in `runs`, or go on with the one in `args.resume`.
+    """Train an agent in a new folder in `runs`, or go on, by these args, in `args.resume`.
 
     Returns the mean raw return of the last 100 episodes, nan if none ended. After each iteration
     `report(global_step, mean_return)` is called; if it returns True, the run is saved and ends.
@@ -388,7 +388,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         not_done = 1.0 - (terminations | truncations)
         global_step += batch_size
 
-        # Old log-probs, values and next values, which count after a truncation: it is no real end
+        # Old log-probs, values, and the next values, by which a truncated episode is bootstrapped
         b_obs = flatten(obs)
         b_next_obs = flatten(real_next_obs)
         b_actions = flatten(actions)
@@ -422,8 +422,8 @@ def train(args: Args, report: Callable | None = None) -> float:
             if args.target_kl and kls.mean() > args.target_kl:
                 break
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # measures, clips nothing
-        if not grad_norm < np.inf or (args.compile and grad_norm == 0):  # 0: zero_grad() in update
-            raise FloatingPointError(f"gradient of 0, inf or nan (log of 0?) before {global_step=}")
+        if not grad_norm < np.inf or (args.compile and grad_norm == 0):
+            raise FloatingPointError(f"gradient of 0 (by zero_grad?), inf or nan, {global_step=}")
 
         # Log
         scalars = {name: torch.stack(x).mean() for name, x in metrics.items()}
