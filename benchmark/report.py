@@ -49,13 +49,6 @@ EVERYTHING = [*FIGURES, "best", "minutes", "commit", "CleanRL, training", "Tians
 SOLVED = ["solved after (seeds)", "by CleanRL after (seeds)"]
 SHORT = ["steps", "seeds", "training", "greedy", "CleanRL, training", *SOLVED]
 PEERS = ["CleanRL", "LeanRL", "Stable-Baselines3"]
-SHORT_SPEEDS = [  # case, who, name in the table
-    ("CartPole-v1", "ppo.py", "CartPole-v1, 4 environments"),
-    ("CartPole-v1, defaults", "ppo.py", "CartPole-v1, 16 environments"),
-    ("HalfCheetah-v5", "ppo_continuous.py", "HalfCheetah-v5, one environment"),
-    ("ALE/Breakout-v5", "ppo_atari.py", "ALE/Breakout-v5"),
-    ("ALE/Breakout-v5", "ppo_atari.py --bf16", "ALE/Breakout-v5, `--bf16`"),
-]
 VERSION_2 = {  # its flags of the runs that version 3 is compared with
     "ppo.py": "",
     "ppo_continuous.py": "--compile --eval-checkpoints",
@@ -200,23 +193,6 @@ def speeds() -> str:
     return table([{"": case, "who": f"`{who}`"} | newest(case, who) for case, who in keys])
 
 
-def short_speeds() -> str:
-    """A script's speed beside the peers', eagerly and compiled."""
-    lines = []
-    for case, who, name in SHORT_SPEEDS:
-        line = {"": name}
-        for flag, prefix in {"": "", " --compile": "`--compile`: "}.items():
-            found = newest(case, who + flag)
-            line[f"{prefix}steps/s"] = found.get("steps/s", "")
-            for peer in PEERS:
-                if found.get(f"of {peer}'s") and (flag or peer != "LeanRL"):  # whose is compiled
-                    median = float(found[f"of {peer}'s"].split()[0])
-                    line[f"{prefix}of {peer}'s"] = f"{median:.1f}"
-        if line["steps/s"]:
-            lines.append(line)
-    return table(lines)
-
-
 def solved() -> str:
     """Seconds until a task is solved: the median of the seeds, by who learns it."""
     frame, lines = load("solved.csv"), {}
@@ -278,7 +254,6 @@ TABLES = {
     "memory": lambda: results(["memory"], *FIGURES, "minutes", "commit"),
     "versions": versions,
     "speed": speeds,
-    "speed-short": short_speeds,
     "solved": solved,
     "before": before,
     "sources": sources,

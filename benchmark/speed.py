@@ -2,7 +2,7 @@
 
     pip install -r benchmark/requirements.txt envpool==1.2.5
     python benchmark/speed.py peers --sb3 /tmp/sb3 --cleanrl /tmp/cleanrl --leanrl /tmp/leanrl
-    python benchmark/speed.py solved --cleanrl /tmp/cleanrl --rounds 3 --limit 600
+    python benchmark/speed.py solved --cleanrl /tmp/cleanrl --rounds 3 --limit 400
     git worktree add /tmp/before 5d58015 && python benchmark/speed.py before --folder /tmp/before
     python benchmark/speed.py sources
     python benchmark/speed.py slow
