@@ -385,7 +385,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 raise FloatingPointError(f"nan, infinite or huge {name} before {global_step=}")
 
         # Divide rewards by the deviation of a discounted sum of past ones (details 30, 31). To turn
-        # it off: scaled_rewards = rewards. A bonus is added to rewards here or to those below.
+        # it off: scaled_rewards = rewards. Add a bonus to rewards here, or to scaled_rewards below.
         reward_sums = np.zeros_like(rewards)
         for t in range(args.num_steps):
             reward_sums[t] = args.gamma * reward_sum + rewards[t]
