@@ -57,10 +57,10 @@ def train(script: ModuleType, flags: dict[str, Any]) -> tuple:
 
     script.Agent.act = act_alike
     half = flags["total_timesteps"] // 2
-    # The report of the second process, if there is one, ends both.
-    is_last = os.environ.get("RANK") != "0"
+    is_last = os.environ.get("RANK") != "0"  # the report of the second process ends both
     first = script.train(script.Args(**flags), lambda step, score: is_last and step == half)
     flags = flags | {"resume": str(latest_run())}
+    helpers.time.sleep(1.1)  # as go_on does
     with helpers.watching(script, lambda agent, *_: agents.append(agent)):
         second = script.train(script.Args(**flags))
     return draws, (first, second), agents[0].state_dict()
