@@ -182,6 +182,7 @@ class Spaces(Probe):
             "float64": Box(-1, 1, (2,), np.float64),
             "discrete": Discrete(7, start=3),
             "dict": Dict({"a": Box(-1, 1, (2, 2)), "b": Discrete(3)}),
+            "sides": Dict({"actor": Box(-1, 1, (2,)), "critic": Box(-1, 1, (3,))}),
             "tuple": Tuple((MultiBinary(4), MultiDiscrete([2, 5]), Box(0, 9, (1,), np.int64))),
             "sequence": gym.spaces.Sequence(Discrete(2)),
             "graph": gym.spaces.Graph(Discrete(2), None),

@@ -1,13 +1,12 @@
 """variants/fast_envs.py against gymnasium's single environments, and vector ones of others."""
 
+import re
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.envs.box2d.lunar_lander import heuristic
 from helpers import only_run, scalars, trained
 
 import ppo
@@ -16,8 +15,8 @@ from variants import fast_envs
 VECTOR = "vector_entry_point"
 NEEDS_ENVPOOL = pytest.mark.skipif(not find_spec("envpool"), reason="needs pip install envpool")
 SOURCES = ["Arrays", pytest.param("EnvPool", marks=NEEDS_ENVPOOL)]
-BOX2D = [x for x in fast_envs.IDS.split() if "Lunar" in x or "Walker-" in x or "Hardcore" in x]
-OTHERS = [x for x in fast_envs.IDS.split() if x not in BOX2D and "CartPole" not in x]
+# But CartPole, which others are about, and Box2D's, whose states can't be set
+OTHERS = [x for x in fast_envs.IDS.split() if not re.search("Cart|Lunar|Walker-|Hardcore", x)]
 
 
 def make(name: str, num_envs: int, **kwargs: Any) -> gym.vector.VectorEnv:
@@ -163,30 +162,6 @@ def test_from_the_same_state(env_id: str) -> None:
             assert (terminated[0], truncated[0]) == expected[2:4]
             steps += 1
     assert steps > 50
-
-
-@pytest.mark.slow
-@NEEDS_ENVPOOL
-@pytest.mark.parametrize("env_id", BOX2D)
-def test_box2d_on_average(env_id: str) -> None:
-    """In 300 steps, of gymnasium's pilot or at random, 60 earn and end as often as gymnasium's."""
-    # States can't be set there, so means are compared: they differ by less than 4 standard errors.
-    found = []
-    pilot = SimpleNamespace(unwrapped=SimpleNamespace(continuous="Continuous" in env_id))
-    for mode, kwargs in (VECTOR, {}), ("sync", {"vector_kwargs": {"autoreset_mode": "SameStep"}}):
-        envs = gym.make_vec(f"variants.fast_envs:EnvPool/{env_id}", 60, mode, **kwargs)
-        envs.action_space.seed(0)
-        obs, _ = envs.reset(seed=1)
-        totals = np.zeros((2, 60))
-        for _ in range(300):
-            actions = envs.action_space.sample()
-            if "Lander" in env_id:
-                actions = np.array([heuristic(pilot, x) for x in obs.astype(float)])
-            obs, rewards, terminated, _, _ = envs.step(actions)
-            totals += rewards, terminated
-        found.append(totals)
-    errors = (found[0].var(1) / 60 + found[1].var(1) / 60) ** 0.5
-    assert (np.abs(found[0].mean(1) - found[1].mean(1)) <= 4 * errors).all()
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -22,7 +22,7 @@ DIFFS = {path.stem: path.read_text() for path in sorted(ROOT.glob("recipes/*.dif
 # What applies to this script, too; and what changes the gradient step, or what it is fed with.
 BOTH = [("images", "ppo_continuous"), ("relu_layernorm", "ppo_continuous")]
 COMPILED = ["action_mask", "adaptive_kl", "multi_discrete", "rnd", "tanh_normal"]
-CONTINUOUS = {"tanh_normal", "bound_cost", "recompute_advantages"}
+CONTINUOUS = {"tanh_normal", "bound_cost", "recompute_advantages", "rpo"}
 # A training that solves a probe, and a much shorter one.
 PROBE = {"num_steps": 32, "num_minibatches": 4, "update_epochs": 4, "learning_rate": 3e-3}
 PROBE |= {"total_timesteps": 512 * 25, "num_envs": 16, "ent_coef": 0.01, "eval_episodes": 0}
@@ -32,6 +32,7 @@ BOUNDED = {"env_id": "probe_envs:Bounded-v0", "stagger": False}
 FLAGS = dict.fromkeys(CONTINUOUS, BOUNDED) | {"images": probe("ppo", "Lit")}
 FLAGS |= {"action_mask": probe("ppo", "Masked"), "dict_obs": probe("ppo", "Signs")}
 FLAGS |= {"multi_discrete": probe("ppo", "Choices", kind="multi_discrete")}
+FLAGS |= {"asymmetric": probe("ppo", "Spaces", kind="sides")}
 
 
 def patched(name: str, *recipes: str) -> Path:
@@ -295,6 +296,39 @@ def test_rnd(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bonus[0] == pytest.approx(1)
     assert bonus[-4:].mean() < 0.5
     assert (values_of("charts/episodic_return") == values_of("charts/episodic_length")).all()
+
+
+def test_rpo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates score means that are shifted, evenly and anew each time; a rollout doesn't."""
+    module, shifts = recipe("rpo"), []
+    evaluate_actions = module.Agent.evaluate_actions
+
+    def spy(agent: Any, obs: torch.Tensor, actions: torch.Tensor, *shift: torch.Tensor) -> tuple:
+        mean, log_std = agent.get_distribution(obs)
+        scores = Normal(mean + sum(shift), log_std.exp()).log_prob(actions).sum(-1)
+        result = evaluate_actions(agent, obs, actions, *shift)
+        torch.testing.assert_close(result[0], scores)
+        shifts.append(shift)
+        return result
+
+    monkeypatch.setattr(module.Agent, "evaluate_actions", spy)
+    train(module, **BOUNDED, rpo_alpha=0.3)
+    assert [len(x) for x in shifts] == 2 * ([0] + 2 * 4 * [1])
+    numbers = torch.cat([x[0] for x in shifts if x]).flatten().sort().values
+    assert len(numbers) == len(numbers.unique()) == 2 * 2 * 128 * 2
+    torch.testing.assert_close(numbers, torch.linspace(-0.3, 0.3, len(numbers)), rtol=0, atol=0.03)
+
+
+def test_asymmetric() -> None:
+    """Values depend on all that is observed, logits on the actor's part; it must be there."""
+    module = recipe("asymmetric")
+    _, agent = train(module, **FLAGS["asymmetric"])
+    obs = torch.rand(8, 5, requires_grad=True)
+    for output, size in (agent.get_logits(obs)[:, 0], 2), (agent.get_value(obs), 5):
+        (gradient,) = torch.autograd.grad(output.sum(), obs)
+        assert gradient.any(0).tolist() == [i < size for i in range(5)]
+    with pytest.raises(module.UsageError, match='isn\'t a Dict of "actor" and "critic"'):
+        train(module)
 
 
 def test_tanh_normal() -> None:
