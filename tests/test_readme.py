@@ -1,14 +1,16 @@
-"""The README's changes of a few lines, made in ppo.py as a reader would."""
+"""The READMEs' changes of a few lines, made in ppo.py as a reader would, and their programs."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from helpers import SHORT, load, only_run, scalars
+from helpers import MODULES, SHORT, load, only_run, scalars, trained
 
 (BLOCK,) = re.findall(r"^```diff\n(.+?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
 HUNKS = BLOCK.split("@@\n")
@@ -26,7 +28,7 @@ def changed(word: str) -> ModuleType:
     return load(Path("my_ppo.py"))
 
 
-def trained(word: str, **flags: float) -> ModuleType:
+def train_with(word: str, **flags: float) -> ModuleType:
     """The changed script, after a short run."""
     script = changed(word)
     script.train(script.Args(**SHORT["ppo"] | flags))
@@ -42,7 +44,7 @@ def test_every_hunk_is_tested() -> None:
 
 def test_cosine() -> None:
     """The learning rate follows half a wave, from its start towards 0."""
-    trained("np.cos", total_timesteps=4 * 512, num_envs=4, num_minibatches=4, learning_rate=1e-3)
+    train_with("np.cos", total_timesteps=4 * 512, num_envs=4, num_minibatches=4, learning_rate=1e-3)
     rates = [x for _, x in scalars("charts/learning_rate")]
     expected = [1e-3, 1e-3 * (0.5 + 0.5**1.5), 0.5e-3, 1e-3 * (0.5 - 0.5**1.5)]
     assert rates == pytest.approx(expected)
@@ -50,7 +52,7 @@ def test_cosine() -> None:
 
 def test_smooth_l1() -> None:
     """Errors of 0.5 and -2, of which one is above 1, by hand; and it trains."""
-    script = trained("smooth_l1")
+    script = train_with("smooth_l1")
     args = script.Args(vf_coef=1.0)
     values = torch.tensor([0.0, 0.0], requires_grad=True)
     agent = torch.nn.Module()
@@ -65,7 +67,7 @@ def test_smooth_l1() -> None:
 
 def test_rmsprop() -> None:
     """RMSprop has one average for each weight, and learns."""
-    script = trained("RMSprop")
+    script = train_with("RMSprop")
     states = script.load_checkpoint(only_run())["optimizer"].values()
     assert all({*state} == {"step", "square_avg"} for state in states)
     assert all(state["square_avg"].any() for state in states)
@@ -90,3 +92,27 @@ def test_best_checkpoint() -> None:
     best = script.load_checkpoint(only_run() / "best")
     assert np.mean(best["last_returns"]) == pytest.approx(np.nanmax(scores))
     assert script.evaluate(script.Args(eval_episodes=1), only_run() / "best") > 0
+
+
+POLICIES = ["Policy(envs)", "ContinuousPolicy(envs, 0.0)", "AtariPolicy(envs, False)"]
+
+
+@pytest.mark.parametrize(("name", "policy"), zip(MODULES, POLICIES, strict=True))
+def test_exported_policy(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What benchmark/README.md exports plays as an evaluation does, with the bounds in it."""
+    flags = {"env_kwargs": '{"max_num_frames_per_episode": 400}'} if name == "ppo_atari" else {}
+    script, run = MODULES[name], trained(name, **flags, eval_episodes=3)
+    page = (ROOT / "benchmark/README.md").read_text()
+    _, source = re.findall(r"^```python\n(.+?)^```$", page, re.M | re.S)
+    source = source.replace("= Policy(envs)", f"= {policy}").replace("runs/NAME", str(run))
+    source = source.replace("from ppo ", f"from {name} ")
+    exec(source[: None if find_spec("onnxscript") else source.index("torch.onnx")], {})
+    program = torch.export.load("policy.pt2").module()
+
+    def act(agent: Any, obs: np.ndarray, rng: None) -> np.ndarray:
+        actions = program(torch.as_tensor(obs, dtype=torch.float32)).numpy(force=True)
+        return actions / 2 if name == "ppo_continuous" else actions  # Pendulum's bounds are at 2
+
+    monkeypatch.setattr(script.Agent, "act", act)
+    score = script.evaluate(script.Args(**script.load_checkpoint(run)["args"]), run)
+    assert scalars("eval/return")[0][1] == pytest.approx(score, rel=1e-3)

@@ -111,8 +111,7 @@ def test_compiles_and_resumes(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 PAIRS = ["rnd action_mask", "adaptive_kl rnd", "bound_cost recompute_advantages"]
 PAIRS += ["action_mask multi_discrete", "action_mask multi_discrete relu_layernorm"]
 PAIRS += ["adaptive_kl relu_layernorm", "rnd relu_layernorm", "bound_cost relu_layernorm"]
-PAIRS += ["tanh_normal relu_layernorm", "recompute_advantages relu_layernorm"]
-PAIRS += ["dict_obs relu_layernorm", "images relu_layernorm"]
+PAIRS += ["tanh_normal relu_layernorm", "dict_obs relu_layernorm", "images relu_layernorm"]
 
 
 @pytest.mark.parametrize("names", PAIRS)

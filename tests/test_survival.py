@@ -244,7 +244,6 @@ ERRORS = [
     ("ppo", "--env-id Pendulum-v1", "ppo_continuous.py for a Box of real numbers"),
     ("ppo", CHOICES % "integers", "ppo_continuous.py for a Box of real numbers"),
     ("ppo", CHOICES % "multi_discrete", "see recipes/multi_discrete.diff"),
-    ("ppo", CHOICES % "multi_binary", "see recipes/multi_discrete.diff"),
     ("ppo", CHOICES % "discrete", "Discrete(3, start=7), not Discrete from 0 on"),
     ("ppo", CHOICES % "dict", "actions Dict"),
     ("ppo_continuous", "--env-id CartPole-v1", "Discrete(2), not real numbers within bounds"),
@@ -261,7 +260,6 @@ ERRORS = [
     ("ppo", "--total-timesteps 0", "nothing to train after global_step=0"),
     ("ppo", "--num-envs 64 --total-timesteps 1000", "raise --total-timesteps"),
     ("ppo", "--resume nothing", "there is no nothing/checkpoint.pt"),
-    ("ppo_atari", "--evaluate nothing", "there is no nothing/checkpoint.pt"),
     ("ppo", "--resume ''", "there is no checkpoint.pt"),
     ("ppo_continuous", "--evaluate ''", "there is no checkpoint.pt"),
     # What tyro says
