@@ -1,6 +1,5 @@
 """variants/fast_envs.py against gymnasium's single environments, and vector ones of others."""
 
-import re
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,13 +9,10 @@ import pytest
 from helpers import only_run, scalars, trained
 
 import ppo
-from variants import fast_envs
 
 VECTOR = "vector_entry_point"
 NEEDS_ENVPOOL = pytest.mark.skipif(not find_spec("envpool"), reason="needs pip install envpool")
 SOURCES = ["Arrays", pytest.param("EnvPool", marks=NEEDS_ENVPOOL)]
-# But CartPole, which others are about, and Box2D's, whose states can't be set
-OTHERS = [x for x in fast_envs.IDS.split() if not re.search("Cart|Lunar|Walker-|Hardcore", x)]
 
 
 def make(name: str, num_envs: int, **kwargs: Any) -> gym.vector.VectorEnv:
@@ -109,59 +105,6 @@ def test_seeds(source: str) -> None:
     assert np.array_equal(first, observed(make(f"{source}/CartPole-v1", 8), 1))
     envs.close()
     assert np.array_equal(first, observed(envs, 1))
-
-
-def set_state(env: Any, obs: np.ndarray) -> None:
-    """Bring gymnasium's environment to the state after a reset that gave this observation."""
-    # MuJoCo's begin with the positions, mostly without the first one or two, which don't matter,
-    # and the velocities, or have sines and cosines in place of angles.
-    name = type(env).__name__
-    if not hasattr(env, "model"):
-        if name == "AcrobotEnv":
-            obs = [*np.arctan2(obs[[1, 3]], obs[[0, 2]]), *obs[4:]]
-        env.state = [np.arctan2(obs[1], obs[0]), obs[2]] if name == "PendulumEnv" else np.array(obs)
-        return
-    model = env.model
-    hidden = {"Ant": 2, "Hum": 2, "Swi": 2, "Hal": 1, "Hop": 1, "Wal": 1}.get(name[:3], 0)
-    if name == "InvertedDoublePendulumEnv":
-        obs = np.array([obs[0], *np.arctan2(obs[1:3], obs[3:5]), *obs[5:]])
-    elif name == "ReacherEnv":
-        obs = np.array([*np.arctan2(obs[2:4], obs[:2]), *obs[4:8], 0, 0])
-    elif name == "PusherEnv":
-        bodies = model.body_pos[[model.body(x).id for x in ("object", "goal")], 1::-1]
-        places = obs[[18, 17, 21, 20]] - bodies.flatten()
-        obs = np.concatenate([obs[:7], places, obs[7:14], np.zeros(4)])
-    size = model.nq - hidden
-    env.set_state(np.concatenate([np.zeros(hidden), obs[:size]]), obs[size : size + model.nv])
-
-
-@pytest.mark.slow
-@NEEDS_ENVPOOL
-@pytest.mark.parametrize("env_id", OTHERS)
-def test_from_the_same_state(env_id: str) -> None:
-    """From the same state, 10 steps observe, pay and end as gymnasium's, and the limit cuts."""
-    envs = make(f"EnvPool/{env_id}", 1, max_episode_steps=10)
-    single = gym.make(env_id, max_episode_steps=10)
-    space, steps = single.action_space, 0
-    near = 0.05 if "Standup" in env_id else 0.01  # it lies on the floor: forces vary most
-    assert envs.single_action_space == space
-    space.seed(0)
-    obs, _ = envs.reset(seed=1)
-    for _ in range(10):
-        single.reset()
-        set_state(single.unwrapped, obs[0].astype(float))
-        ended = False
-        while not ended:
-            action = space.sample()
-            obs, reward, terminated, truncated, infos = envs.step(np.array([action]))
-            expected = single.step(action)
-            ended = terminated[0] or truncated[0]
-            after = infos["final_obs"] if ended else obs
-            assert after[0] == pytest.approx(expected[0], rel=near, abs=near)
-            assert reward[0] == pytest.approx(expected[1], rel=1e-2, abs=1e-2)
-            assert (terminated[0], truncated[0]) == expected[2:4]
-            steps += 1
-    assert steps > 50
 
 
 @pytest.mark.parametrize("source", SOURCES)
