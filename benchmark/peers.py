@@ -20,8 +20,8 @@ COMMON = {"gamma": 0.99, "gae_lambda": 0.95, "vf_coef": 0.5, "max_grad_norm": 0.
 CARTPOLE = {"n_steps": 128, "n_epochs": 4, "ent_coef": 0.01, "learning_rate": 2.5e-4}
 HALFCHEETAH = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4}
 # Our defaults, which don't clip values.
-CARTPOLE_16 = CARTPOLE | {"batch_size": 128, "n_epochs": 10, "learning_rate": 1e-3, "gamma": 0.99}
-CARTPOLE_16 |= {"gae_lambda": 0.98, "ent_coef": 0.001}
+CARTPOLE_16 = CARTPOLE | {"batch_size": 128, "n_epochs": 10, "learning_rate": 1e-3, "gamma": 0.999}
+CARTPOLE_16 |= {"gae_lambda": 0.97, "ent_coef": 0.0005}
 CARTPOLE_16 |= {"normalize_advantage": False, "clip_range_vf": None}
 HALFCHEETAH_64 = HALFCHEETAH | {"n_steps": 32, "learning_rate": 4e-4, "max_grad_norm": 5.0}
 HALFCHEETAH_64 |= {"normalize_advantage": False, "clip_range_vf": None}

@@ -67,7 +67,7 @@ BREAKOUT = "ppo_atari.py --env-id ALE/Breakout-v5 --total-timesteps 8192"
 CANONICAL, CLEANRL = (LISTS["settings"][x] for x in ("canonical", "cleanrl"))
 # ppo.py's and ppo_continuous.py's defaults, for who has others; these have no KL target.
 LIKE_PPO = "--num-envs 16 --num-minibatches 16 --update-epochs 10 --learning-rate 1e-3"
-LIKE_PPO += " --gamma 0.99 --gae-lambda 0.98 --no-norm-adv --no-clip-vloss --ent-coef 0.001"
+LIKE_PPO += " --gamma 0.999 --gae-lambda 0.97 --no-norm-adv --no-clip-vloss --ent-coef 0.0005"
 LIKE_CONTINUOUS = "--num-envs 64 --num-steps 32 --learning-rate 4e-4 --max-grad-norm 5"
 LIKE_CONTINUOUS += " --no-norm-adv --no-clip-vloss"
 NO_KL = "--target-kl None"

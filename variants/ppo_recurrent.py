@@ -78,12 +78,12 @@ class Args:
     update_epochs: int = 10  # passes over a rollout
     learning_rate: float = 1e-3  # Adam's step size; its epsilon is 1e-5 (detail 3)
     anneal_lr: bool = True  # let the learning rate fall to 0 linearly
-    gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.98  # lambda of generalized advantage estimation
+    gamma: float = 0.999  # discount factor
+    gae_lambda: float = 0.97  # lambda of generalized advantage estimation
     norm_adv: bool = False  # normalize the advantages of each minibatch
     clip_coef: float = 0.2  # probability ratios gain nothing outside 1 - clip_coef .. 1 + clip_coef
     clip_vloss: bool = False  # clip the move of a value from its old estimate to +-clip_coef
-    ent_coef: float = 0.001  # weight of the entropy bonus
+    ent_coef: float = 0.0005  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the gradient to this norm
     target_kl: float | None = None  # stop the epochs after one whose mean KL is above this
