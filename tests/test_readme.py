@@ -1,6 +1,7 @@
-"""The READMEs' changes of a few lines, made in ppo.py as a reader would, and their programs."""
+"""The pages' changes of a few lines, made in ppo.py as a reader would, and their programs."""
 
 import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -10,10 +11,25 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from helpers import MODULES, SHORT, load, only_run, scalars, trained
+from helpers import (
+    MODULES,
+    SHORT,
+    assert_same,
+    command,
+    go_on,
+    latest_run,
+    load,
+    only_run,
+    scalars,
+    trained,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-(BLOCK,) = re.findall(r"^```diff\n(.+?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-HUNKS = BLOCK.split("@@\n")
+import ppo
+
+PAGES = "".join((ROOT / x).read_text() for x in ("README.md", "docs/hacking.md"))
+BLOCKS = re.findall(r"^```diff\n(.+?)^```$", PAGES, re.MULTILINE | re.DOTALL)
+HUNKS = "@@\n".join(BLOCKS).split("@@\n")
 
 
 def changed(word: str) -> ModuleType:
@@ -38,7 +54,8 @@ def train_with(word: str, **flags: float) -> ModuleType:
 def test_every_hunk_is_tested() -> None:
     """Each has one of the words below, and each word has as many hunks as it should."""
     words = {"np.cos": 1, "smooth_l1": 1, "RMSprop": 1, "scaled": 1, "samples": 1, "best_return": 2}
-    assert {word: sum(word in x for x in HUNKS) for word in words} == words
+    words |= {"OTHER": 1, "requires_grad_": 1, "rewards \\+=": 1, "histogram": 1, "groups": 1}
+    assert {word: sum(bool(re.search(word, x)) for x in HUNKS) for word in words} == words
     assert sum(words.values()) == len(HUNKS)
 
 
@@ -94,17 +111,84 @@ def test_best_checkpoint() -> None:
     assert script.evaluate(script.Args(eval_episodes=1), only_run() / "best") > 0
 
 
+def actor(run: Path) -> list[torch.Tensor]:
+    """The weights of a run's actor."""
+    agent = ppo.load_checkpoint(run)["agent"]
+    return [x for name, x in agent.items() if name.startswith("actor.")]
+
+
+def test_agent_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new run begins with its weights and its normalization."""
+    other = trained("ppo")
+    script = changed("OTHER")
+    load = script.load_checkpoint
+    monkeypatch.setattr(script, "load_checkpoint", lambda _: load(other))
+    script.train(script.Args(**SHORT["ppo"] | {"learning_rate": 0.0}))
+    assert_same(actor(latest_run()), actor(other))
+    counts = [load(x)["agent"]["obs_rms.count"] for x in (other, latest_run())]
+    assert counts == [2048, 4096]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_frozen_actor(compiled: bool) -> None:
+    """The actor stays as it was, the critic doesn't, and the run goes on."""
+    script = train_with("requires_grad_", total_timesteps=512, compile=compiled)
+    before = actor(only_run())
+    go_on(script, only_run(), total_timesteps=2048)
+    assert_same(actor(only_run()), before)
+    assert all(x > 0 for _, x in scalars("losses/grad_norm"))
+
+
+def test_bonus() -> None:
+    """It counts for what is learned, and not in the log."""
+    script = train_with(r"rewards \+=", gamma=0.0)
+    assert script.load_checkpoint(only_run())["agent"]["return_rms.mean"] > 1.001
+    assert scalars("charts/episodic_return") == scalars("charts/episodic_length")
+
+
+def test_histogram() -> None:
+    """Each iteration has one."""
+    train_with("histogram")
+    events = EventAccumulator(str(only_run()), size_guidance={"histograms": 0}).Reload()
+    assert [x.step for x in events.Histograms("advantages")] == [512, 1024, 1536, 2048]
+
+
+def test_two_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actor's falls, the critic's stays."""
+    script, rates = changed("groups"), []
+    update = script.update
+
+    def watched(agent: Any, optimizer: torch.optim.Adam, *rest: Any) -> dict:
+        rates.append([float(x["lr"]) for x in optimizer.param_groups])
+        return update(agent, optimizer, *rest)
+
+    monkeypatch.setattr(script, "update", watched)
+    script.train(script.Args(**SHORT["ppo"]))
+    assert rates[0] == pytest.approx([1e-3, 2e-3]) and rates[-1] == pytest.approx([0.25e-3, 2e-3])
+
+
+def test_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk of docs/environments.md is learned, from a module beside the script."""
+    page = (ROOT / "docs/environments.md").read_text()
+    pattern = r"```python\n(.+?)^```.+?`python ppo.py (.+?)`"
+    source, flags = re.search(pattern, page, re.MULTILINE | re.DOTALL).groups()
+    Path("my_module.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    process = command("ppo", *shlex.split(flags), "--total-timesteps", 20480)
+    process.communicate()
+    assert scalars("eval/return") == [(20480, 1.0)]
+
+
 POLICIES = ["Policy(envs)", "ContinuousPolicy(envs, 0.0)", "AtariPolicy(envs, False)"]
 
 
-@pytest.mark.parametrize(("name", "policy"), zip(MODULES, POLICIES, strict=True))
+@pytest.mark.parametrize(("name", "policy"), [*zip(MODULES, POLICIES, strict=True)])
 def test_exported_policy(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What benchmark/README.md exports plays as an evaluation does, with the bounds in it."""
+    """What docs/hacking.md exports plays as an evaluation does, with the bounds in it."""
     flags = {"env_kwargs": '{"max_num_frames_per_episode": 400}'} if name == "ppo_atari" else {}
     script, run = MODULES[name], trained(name, **flags, eval_episodes=3)
     torch.backends.cudnn.rnn.fp32_precision = "tf32"  # as it was: a variant's isn't exported
-    page = (ROOT / "benchmark/README.md").read_text()
-    _, source = re.findall(r"^```python\n(.+?)^```$", page, re.M | re.S)
+    source = re.findall(r"^```python\n(.+?)^```$", PAGES, re.MULTILINE | re.DOTALL)[-1]
     source = source.replace("= Policy(envs)", f"= {policy}").replace("runs/NAME", str(run))
     source = source.replace("from ppo ", f"from {name} ")
     exec(source[: None if find_spec("onnxscript") else source.index("torch.onnx")], {})
