@@ -311,12 +311,14 @@ def until(goal: float, words: list[str], limit: float) -> dict[str, float | str]
 
 def solved(args: Args) -> None:
     """Time ours, eager and compiled, and CleanRL's from the start until a task is solved."""
-    root = args.cleanrl.absolute()
     for case, (goal, command, peer) in SOLVED.items():
         script, *flags = command.replace(".py", "", 1).split()
         mine = [sys.executable, "-c", DRIVER, script, *flags, "--eval-episodes", "0"]
-        theirs = f"{root}/venv/bin/python {root}/repo/cleanrl/{peer} --no-cuda".split()
-        runs = {"ours": mine, "ours, compiled": [*mine, "--compile"], "CleanRL's": theirs}
+        runs = {"ours": mine, "ours, compiled": [*mine, "--compile"]}
+        if args.cleanrl:
+            root = args.cleanrl.absolute()
+            words = f"{root}/venv/bin/python {root}/repo/cleanrl/{peer} --no-cuda".split()
+            runs["CleanRL's"] = words
         for seed in range(1, args.rounds + 1):
             for who, words in runs.items() if case.startswith(args.only) else ():
                 row = {"case": case, "goal": goal, "who": who, "seed": seed}
