@@ -175,9 +175,7 @@ def train(run: Run, seed: int) -> None:
     events = events_of(finished.parent)
     speeds, returns = (events.Scalars(f"charts/{x}") for x in ("SPS", "episodic_return"))
     greedy = [round(x.value, 3) for x in events.Scalars("eval/return")]
-    spread = re.findall(
-        r"^(?:evaluated at \S+ \+- (\S+)|no episode ended)", done.stdout, re.MULTILINE
-    )
+    spread = re.findall(r"^(?:evaluated at \S+ \+- (\S+)|not all ended)", done.stdout, re.MULTILINE)
     times = sorted(x.wall_time for x in (*speeds, *events.Scalars("eval/return")))
     gaps = np.diff([events.FirstEventTimestamp(), *times])
     steps = speeds[-1].step

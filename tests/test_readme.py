@@ -32,6 +32,9 @@ BLOCKS = re.findall(r"^```diff\n(.+?)^```$", PAGES, re.MULTILINE | re.DOTALL)
 HUNKS = "@@\n".join(BLOCKS).split("@@\n")
 
 
+SECOND = "critic_optimizer|optimizers"
+
+
 def changed(word: str) -> ModuleType:
     """ppo.py with the hunks that match this."""
     source = (ROOT / "ppo.py").read_text()
@@ -54,7 +57,8 @@ def train_with(word: str, **flags: float) -> ModuleType:
 def test_every_hunk_is_tested() -> None:
     """Each has one of the words below, and each word has as many hunks as it should."""
     words = {"np.cos": 1, "smooth_l1": 1, "RMSprop": 1, "scaled": 1, "samples": 1, "best_return": 2}
-    words |= {"OTHER": 1, "requires_grad_": 1, "rewards \\+=": 1, "histogram": 1, "groups": 1}
+    words |= {"OTHER": 1, "requires_grad_": 1, "rewards \\+=": 1, "histogram": 1, "groups =": 1}
+    words[SECOND] = 7
     assert {word: sum(bool(re.search(word, x)) for x in HUNKS) for word in words} == words
     assert sum(words.values()) == len(HUNKS)
 
@@ -155,7 +159,7 @@ def test_histogram() -> None:
 
 def test_two_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The actor's falls, the critic's stays."""
-    script, rates = changed("groups"), []
+    script, rates = changed("groups ="), []
     update = script.update
 
     def watched(agent: Any, optimizer: torch.optim.Adam, *rest: Any) -> dict:
@@ -165,6 +169,24 @@ def test_two_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "update", watched)
     script.train(script.Args(**SHORT["ppo"]))
     assert rates[0] == pytest.approx([1e-3, 2e-3]) and rates[-1] == pytest.approx([0.25e-3, 2e-3])
+
+
+def test_second_optimizer() -> None:
+    """It learns, is saved, and goes on with its state and the rate of the new run."""
+    script, rates = changed(SECOND), []
+    script.train(script.Args(**SHORT["ppo"]))
+    before = script.load_checkpoint(only_run())["critic_optimizer"]
+    update = script.update
+
+    def watched(agent: Any, optimizers: list, *rest: Any) -> dict:
+        rates.append([float(x.param_groups[0]["lr"]) for x in optimizers])
+        if len(rates) == 1:
+            assert_same(optimizers[1].state_dict()["state"], before)
+        return update(agent, optimizers, *rest)
+
+    script.update = watched
+    go_on(script, only_run(), total_timesteps=4096, learning_rate=4e-3)
+    assert rates[0] == pytest.approx([2e-3, 2e-3]) and rates[-1] == pytest.approx([0.5e-3] * 2)
 
 
 def test_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:

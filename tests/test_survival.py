@@ -246,9 +246,9 @@ ERRORS = [
     ("ppo", CHOICES % "multi_discrete", "see recipes/multi_discrete.diff"),
     ("ppo", CHOICES % "discrete", "Discrete(3, start=7), not Discrete from 0 on"),
     ("ppo", CHOICES % "dict", "actions Dict"),
-    ("ppo_continuous", "--env-id CartPole-v1", "Discrete(2), not real numbers within bounds"),
+    ("ppo_continuous", "--env-id CartPole-v1", "Discrete(2), not a vector of floats within bounds"),
     *(
-        ("ppo_continuous", CHOICES % kind, "not real numbers within bounds")
+        ("ppo_continuous", CHOICES % kind, "not a vector of floats within bounds")
         for kind in ("integers", "scalar", "matrix", "unbounded", "half")
     ),
     *(

@@ -163,7 +163,7 @@ def test_stagger_is_seeded() -> None:
 
 
 def test_without_a_time_limit() -> None:
-    """Where none is known, one sentence says how to give one; another, that no episode ended."""
+    """Where none is known, a sentence says how to give one; another, that not all ended."""
     flags = probe("ppo_continuous", "Overwriting", lengths=[10**9])
     flags |= {"vectorization": "async", "total_timesteps": 512, "num_envs": 8, "eval_episodes": 1}
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
@@ -173,7 +173,7 @@ def test_without_a_time_limit() -> None:
     remedy = "--env-kwargs '{\"max_episode_steps\": 1000}'"
     told = [line for line in stderr.splitlines() if "no time limit of probe_envs:Overw" in line]
     assert len(told) == 1 and remedy in told[0]
-    told = [line for line in stdout.splitlines() if "no episode ended" in line]
+    told = [line for line in stdout.splitlines() if "not all ended" in line]
     assert len(told) == 1 and remedy in told[0]
     assert "return nan over the last 0 episodes" in stdout
     assert np.isnan(scalars("eval/return")[0][1])

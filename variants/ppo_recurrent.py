@@ -93,10 +93,10 @@ class Args:
             if isinstance(x, int | float) and not 0 <= x < np.inf:
                 raise ValueError(f"{name}={x} must be a number from 0 on")
         batch_size = self.num_envs * self.num_steps
-        if self.num_minibatches < 1 or batch_size % self.num_minibatches:
+        if 0 in (batch_size, self.num_minibatches, self.update_epochs, self.checkpoint_interval):
+            raise ValueError("numbers of envs, steps, minibatches, epochs, intervals start at 1")
+        if batch_size % self.num_minibatches:
             raise ValueError(f"num_minibatches={self.num_minibatches} must divide {batch_size=}")
-        if 0 in (batch_size, self.update_epochs, self.checkpoint_interval):
-            raise ValueError("num_envs, num_steps, update_epochs, checkpoint_interval start at 1")
         json.loads(self.env_kwargs)
         if self.sequence_length < 1 or self.num_steps % self.sequence_length:
             raise ValueError(f"sequence_length={self.sequence_length} must divide num_steps")
@@ -327,7 +327,7 @@ def load_checkpoint(folder: str | Path) -> dict:
     """The checkpoint of the run in this folder. Raises `UsageError` if there is none."""
     path = Path(folder, "checkpoint.pt")
     if not path.is_file():
-        raise UsageError(f"there is no {path}")
+        raise UsageError(f"there is no {path} (the first comes after --checkpoint-interval)")
     return torch.load(path, "cpu")
 
 
@@ -350,9 +350,10 @@ def evaluate(args: Args, folder: str | Path) -> float:
             returns.extend(infos["episode_stats"]["r"][ended].tolist())
         if len(returns) >= args.eval_episodes:
             break
+    else:
+        tqdm.write("not all ended: limit episodes, by --env-kwargs '{\"max_episode_steps\": 1000}'")
     envs.close()
     if not returns:
-        tqdm.write("no episode ended: limit them, by --env-kwargs '{\"max_episode_steps\": 1000}'")
         return np.nan
     mean = float(np.mean(returns))
     tqdm.write(f"evaluated at {mean:.1f} +- {np.std(returns):.1f} over {len(returns)} episodes")
@@ -435,7 +436,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             actions[t] = action
             next_obs, rewards[t], terminations[t], truncations[t], infos = envs.step(action)
             real_next_obs[t] = next_obs
-            if "final_obs" in infos:
+            if "_episode_stats" in infos:
                 ended = infos["_episode_stats"]  # in which environments
                 real_next_obs[t, ended] = np.stack(infos["final_obs"][ended])
                 next_states[ended] = 0  # detail 34
