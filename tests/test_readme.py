@@ -189,15 +189,19 @@ def test_second_optimizer() -> None:
     assert rates[0] == pytest.approx([2e-3, 2e-3]) and rates[-1] == pytest.approx([0.5e-3] * 2)
 
 
-def test_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The walk of docs/environments.md is learned, from a module beside the script."""
-    page = (ROOT / "docs/environments.md").read_text()
-    pattern = r"```python\n(.+?)^```.+?`python ppo.py (.+?)`"
-    source, flags = re.search(pattern, page, re.MULTILINE | re.DOTALL).groups()
+EXAMPLES = re.findall(
+    r"```python\n(.+?)^```.+?`python ppo.py (.+?)`",
+    (ROOT / "docs/environments.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@pytest.mark.parametrize(("source", "flags"), EXAMPLES, ids=["one", "vector"])
+def test_own_environment(source: str, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walks of docs/environments.md are learned, from a module beside the script."""
     Path("my_module.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    process = command("ppo", *shlex.split(flags), "--total-timesteps", 20480)
-    process.communicate()
+    command("ppo", *shlex.split(flags), "--total-timesteps", 20480).communicate()
     assert scalars("eval/return") == [(20480, 1.0)]
 
 

@@ -5,9 +5,10 @@
         --env-id variants.agents_as_rows:AgentsAsRows-v0 \
         --env-kwargs '{"game": "mpe2.simple_spread_v3:parallel_env", "max_cycles": 25}'
 
-`game` is MODULE:FUNCTION, whose keywords are the others. All agents must have the same spaces, and
-see what tells them apart. `--num-envs` counts agents: 24 are eight games of three. An evaluation
-plays one game at a time, and counts an episode for each agent. Videos aren't made.
+`game` is MODULE:FUNCTION, or MODULE:CLASS, and the other keys are its keywords. All agents must
+have the same spaces, and see what tells them apart. `--num-envs` counts agents: 24 are eight games
+of three. An evaluation plays one game at a time, and counts an episode for each agent. Videos
+aren't made.
 
 All episodes of a game end with it. Who leaves earlier sees zeros and gets nothing until then, which
 is worth as much as an end ("death masking", arXiv:2103.01955).
