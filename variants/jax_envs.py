@@ -1,13 +1,16 @@
 """Simulators written in JAX, as a vector environment: all instances step in one compiled call.
 
-    pip install gymnax
+    pip install jax flax six && pip install --no-deps gymnax
     python ppo.py --vectorization vector_entry_point --num-envs 256 --num-steps 32 \
-        --total-timesteps 1000000 --env-id variants.jax_envs:Gymnax-v0 \
+        --total-timesteps 300000 --env-id variants.jax_envs:Gymnax-v0 \
         --env-kwargs '{"name": "CartPole-v1", "max_episode_steps": 500}'
+
+(gymnax asks for an older gymnasium, whose statistics miss a step of each episode but the first.)
 
 `Gymnax-v0`, `Brax-v0` and `Functional-v0` (gymnasium's own) take a `name` in that package, the
 package's keywords, and `max_episode_steps`, 1000 if not given. The first episodes are cut at random
-steps, so that not all end together; `{"stagger": false}` cuts none.
+steps, so that not all end together; `{"stagger": false}` cuts none. Tried: gymnax 1.0.1's CartPole,
+Brax 0.14.2's inverted_pendulum, gymnasium's PendulumFunctional. Videos aren't made.
 
 Another package is a function like those below. Limits and resets are in the compiled step, which is
 compiled once in a process for each number of instances; an evaluation has one.
