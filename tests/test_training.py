@@ -220,7 +220,7 @@ def test_value_loss(script: Any, clip_vloss: bool, expected: float, gradient: li
     assert moved[2] == pytest.approx(np.array(gradient) / 3, abs=1e-6)
 
 
-@pytest.mark.parametrize("max_grad_norm", [9.0, 0.1])
+@pytest.mark.parametrize("max_grad_norm", [np.inf, 9.0, 0.1])
 def test_policy_loss(script: Any, max_grad_norm: float) -> None:
     """Four samples: whose ratio is clipped for an advantage, and unclipped for its opposite."""
     ratios, advantages = np.array([1.5, 1.5, 0.5, 0.5]), [1.0, -1.0, 1.0, -1.0]

@@ -18,7 +18,7 @@ more probable and the worse ones less. What they maximize is the advantage times
 action's new probability to its old one, clipped so that nothing is gained by moving it far from 1.
 
 "Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization", Huang et
-al. 2022: 1-13 core, 14-22 Atari, 23-31 continuous actions (28-31: normalization), 32-36 LSTM.
+al. 2022: 1-13 core, 14-22 Atari, 23-31 continuous (28-31 normalize), 32-36 LSTM, 37 MultiDiscrete.
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 """
 
@@ -92,7 +92,7 @@ class Args:
 
     def __post_init__(self) -> None:
         for name, x in vars(self).items():
-            if isinstance(x, int | float) and not 0 <= x < np.inf:
+            if isinstance(x, int | float) and not x >= 0:  # true for nan
                 raise ValueError(f"{name}={x} must be a number from 0 on")
         batch_size = self.num_envs * self.num_steps
         if 0 in (batch_size, self.num_minibatches, self.update_epochs, self.checkpoint_interval):
@@ -288,7 +288,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # objective, its gradient is 0; where it left by worsening it, the gradient stays.
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: --compile freezes floats
+    clip = args.clip_coef * torch.ones_like(ratio)  # a compiled clamp keeps a float's first value
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -470,7 +470,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             advantage = deltas[t] + args.gamma * args.gae_lambda * not_done[t] * advantage
             advantages[t] = advantage
         b_advantages = flatten(advantages)
-        b_returns = b_advantages + b_values  # the critic's targets: change advantages after them
+        b_returns = b_advantages + b_values  # the critic's targets; change b_advantages below
 
         # Update, in shuffled minibatches of sequences (details 6, 35)
         is_first = np.zeros_like(terminations)  # of a game, of a life or of a sequence

@@ -17,7 +17,7 @@ more probable and the worse ones less. What they maximize is the advantage times
 action's new probability to its old one, clipped so that nothing is gained by moving it far from 1.
 
 "Detail n" is the n-th of "The 37 Implementation Details of Proximal Policy Optimization", Huang et
-al. 2022: 1-13 core, 14-22 Atari, 23-31 continuous actions (28-31: normalization), 32-36 LSTM.
+al. 2022: 1-13 core, 14-22 Atari, 23-31 continuous (28-31 normalize), 32-36 LSTM, 37 MultiDiscrete.
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 """
 
@@ -90,7 +90,7 @@ class Args:
 
     def __post_init__(self) -> None:
         for name, x in vars(self).items():
-            if isinstance(x, int | float) and not 0 <= x < np.inf:
+            if isinstance(x, int | float) and not x >= 0:  # true for nan
                 raise ValueError(f"{name}={x} must be a number from 0 on")
         batch_size = self.num_envs * self.num_steps
         if 0 in (batch_size, self.num_minibatches, self.update_epochs, self.checkpoint_interval):
@@ -141,7 +141,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         kwargs["wrappers"] = [wrap]
         kwargs["vector_kwargs"] = {"autoreset_mode": AutoresetMode.SAME_STEP}
     envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
-    if envs.metadata["autoreset_mode"] != AutoresetMode.SAME_STEP:
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         raise UsageError(f"{args.env_id} doesn't reset in the same step: {envs.metadata}")
     space = envs.single_action_space
     if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
@@ -189,7 +189,7 @@ class RunningMeanStd(nn.Module):
 class Agent(nn.Module):
     """Actor and critic on one LSTM, which takes raw observations, and normalizes them.
 
-    What a change learns or counts belongs here, as a parameter or a buffer: these are saved.
+    What you add that learns or counts belongs here, as a parameter or a buffer: these are saved.
     """
 
     def __init__(self, envs: VectorEnv, hidden_size: int) -> None:
@@ -284,7 +284,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     # objective, its gradient is 0; where it left by worsening it, the gradient stays.
     if args.norm_adv:  # detail 7
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clip = args.clip_coef * torch.ones_like(ratio)  # a tensor: --compile freezes floats
+    clip = args.clip_coef * torch.ones_like(ratio)  # a compiled clamp keeps a float's first value
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
 
@@ -478,7 +478,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             advantage = deltas[t] + args.gamma * args.gae_lambda * not_done[t] * advantage
             advantages[t] = advantage
         b_advantages = flatten(advantages)
-        b_returns = b_advantages + b_values  # the critic's targets: change advantages after them
+        b_returns = b_advantages + b_values  # the critic's targets; change b_advantages below
 
         # Update, in shuffled minibatches of sequences (details 6, 35)
         is_first = np.zeros_like(terminations)  # of an episode or of a sequence
@@ -500,7 +500,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)  # measures, clips nothing
         if not grad_norm < np.inf or (args.compile and grad_norm == 0):
             raise FloatingPointError(f"gradient of 0 (by zero_grad?), inf or nan, {global_step=}")
-        agent.obs_rms.update(b_obs)  # after it, so that old and new log-probs normalize alike
+        agent.obs_rms.update(b_obs)  # not before: log-probs are those of the policy that acted
 
         # Log
         scalars = {name: torch.stack(x).mean() for name, x in metrics.items()}
