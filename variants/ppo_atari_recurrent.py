@@ -96,7 +96,9 @@ class Args:
                 raise ValueError(f"{name}={x} must be a number from 0 on")
         batch_size = self.num_envs * self.num_steps
         if 0 in (batch_size, self.num_minibatches, self.update_epochs, self.checkpoint_interval):
-            raise ValueError("numbers of envs, steps, minibatches, epochs, intervals start at 1")
+            raise ValueError(
+                "num_envs, num_steps, num_minibatches, update_epochs, checkpoint_interval start at 1"
+            )
         if batch_size % self.num_minibatches:
             raise ValueError(f"num_minibatches={self.num_minibatches} must divide {batch_size=}")
         json.loads(self.env_kwargs)
