@@ -102,7 +102,7 @@ class Args:
         batch_size = self.num_envs * self.num_steps
         if 0 in (batch_size, self.num_minibatches, self.update_epochs, self.checkpoint_interval):
             raise ValueError(
-                "num_envs, num_steps, num_minibatches, update_epochs, checkpoint_interval start at 1"
+                "num_envs, num_steps, num_minibatches, update_epochs, checkpoint_interval exceed 0"
             )
         if batch_size % self.num_minibatches:
             raise ValueError(f"num_minibatches={self.num_minibatches} must divide {batch_size=}")
