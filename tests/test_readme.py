@@ -30,8 +30,6 @@ import ppo
 PAGES = "".join((ROOT / x).read_text() for x in ("README.md", "docs/hacking.md"))
 BLOCKS = re.findall(r"^```diff\n(.+?)^```$", PAGES, re.MULTILINE | re.DOTALL)
 HUNKS = "@@\n".join(BLOCKS).split("@@\n")
-
-
 SECOND = "critic_optimizer|optimizers"
 
 
