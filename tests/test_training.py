@@ -304,19 +304,3 @@ def test_observation_spaces(name: str, kind: str) -> None:
 def test_cartpole_is_learned() -> None:
     """A quarter of the default run is enough for several times the return of chance, 22."""
     assert ppo.train(ppo.Args(eval_episodes=0, total_timesteps=24_576)) > 100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("env_id", "steps", "score"),
-    [
-        ("CartPole-v1", 100_000, 475),
-        ("Acrobot-v1", 200_000, -100),
-        ("MountainCar-v0", 500_000, -110),
-        ("LunarLander-v3", 500_000, 200),
-    ],
-)
-def test_classic_tasks_are_solved(env_id: str, steps: int, score: float) -> None:
-    """By one set of defaults."""
-    ppo.train(ppo.Args(env_id, total_timesteps=steps))
-    assert scalars("eval/return")[-1][1] >= score
