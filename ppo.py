@@ -113,7 +113,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
             raise UsageError(f"{space} doesn't flatten well; for images, see recipes/images.diff")
         if videos:  # at most 3000 frames of each episode, as they are kept in memory
             env = RecordVideo(env, videos, lambda i: i < args.eval_episodes, video_length=3000)
-        return FlattenObservation(env)  # add wrappers here; statistics of theirs aren't saved
+        return FlattenObservation(env)  # add wrappers here; Normalize...'s state wouldn't be saved
 
     mode = args.vectorization
     if videos or (mode == "async" and num_envs == 1):
@@ -225,7 +225,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     """Take a gradient step on the minibatch of these indices; return tensors to log, by name."""
     obs, actions, old_logprobs, advantages, returns, old_values = (x[indices] for x in batch)
     logprobs, entropy, values = agent.evaluate_actions(obs, actions)
-    assert logprobs.shape == values.shape == returns.shape  # (B,), or they would broadcast
+    assert logprobs.shape == values.shape == returns.shape, "each (B,), or they broadcast"
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 
@@ -450,7 +450,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         bar.update(batch_size)
 
         # Checkpoint
-        is_stopped = report and report(global_step, mean_return)
+        is_stopped = report and report(global_step, mean_return)  # a break would save nothing
         is_last = is_stopped or iteration == num_iterations
         is_evaluated = is_last or (args.eval_interval and iteration % args.eval_interval == 0)
         if is_evaluated or iteration % args.checkpoint_interval == 0:

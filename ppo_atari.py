@@ -148,6 +148,8 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
 
     Where an episode ends, obs is the next one's first; its own last is in `infos["final_obs"]`.
     """
+    if "ALE/" not in args.env_id:
+        raise UsageError(f"{args.env_id} isn't one of ALE's games, like ALE/Breakout-v5")
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), scales, greys and stacks
     # the screens (18, 20), and presses fire and no-ops after a reset (17, 14).
     envs = gym.make_vec(
@@ -233,7 +235,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     """Take a gradient step on the minibatch of these indices; return tensors to log, by name."""
     obs, actions, old_logprobs, advantages, returns, old_values = (x[indices] for x in batch)
     logprobs, entropy, values = agent.evaluate_actions(obs, actions)
-    assert logprobs.shape == values.shape == returns.shape  # (B,), or they would broadcast
+    assert logprobs.shape == values.shape == returns.shape, "each (B,), or they broadcast"
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 
@@ -445,7 +447,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         bar.update(batch_size)
 
         # Checkpoint
-        is_stopped = report and report(global_step, mean_return)
+        is_stopped = report and report(global_step, mean_return)  # a break would save nothing
         is_last = is_stopped or iteration == num_iterations
         is_evaluated = is_last or (args.eval_interval and iteration % args.eval_interval == 0)
         if is_evaluated or iteration % args.checkpoint_interval == 0:

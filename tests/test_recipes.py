@@ -20,8 +20,8 @@ from torch.distributions import Categorical, Normal, TanhTransform
 
 DIFFS = {path.stem: path.read_text() for path in sorted(ROOT.glob("recipes/*.diff"))}
 # What applies to this script, too; and what changes the gradient step, or what it is fed with.
-BOTH = [("images", "ppo_continuous"), ("relu_layernorm", "ppo_continuous")]
-COMPILED = ["action_mask", "adaptive_kl", "multi_discrete", "rnd", "tanh_normal"]
+BOTH = [(name, "ppo_continuous") for name in ("images", "impala", "relu_layernorm")]
+COMPILED = ["action_mask", "adaptive_kl", "impala", "multi_discrete", "rnd", "tanh_normal"]
 CONTINUOUS = {"tanh_normal", "bound_cost", "recompute_advantages", "rpo"}
 # A training that solves a probe, and a much shorter one.
 PROBE = {"num_steps": 32, "num_minibatches": 4, "update_epochs": 4, "learning_rate": 3e-3}
@@ -29,7 +29,8 @@ PROBE |= {"total_timesteps": 512 * 25, "num_envs": 16, "ent_coef": 0.01, "eval_e
 SHORT = PROBE | {"num_envs": 4, "update_epochs": 2, "total_timesteps": 256}
 # Where a recipe can be tried.
 BOUNDED = {"env_id": "probe_envs:Bounded-v0", "stagger": False}
-FLAGS = dict.fromkeys(CONTINUOUS, BOUNDED) | {"images": probe("ppo", "Lit")}
+FLAGS = dict.fromkeys(CONTINUOUS, BOUNDED)
+FLAGS |= dict.fromkeys(["images", "impala"], probe("ppo", "Lit"))
 FLAGS |= {"action_mask": probe("ppo", "Masked"), "dict_obs": probe("ppo", "Signs")}
 FLAGS |= {"multi_discrete": probe("ppo", "Choices", kind="multi_discrete")}
 FLAGS |= {"asymmetric": probe("ppo", "Spaces", kind="sides")}
@@ -38,7 +39,7 @@ FLAGS |= {"asymmetric": probe("ppo", "Spaces", kind="sides")}
 def patched(name: str, *recipes: str) -> Path:
     """The script with these recipes, applied one after the other; fuzz is an error."""
     path = ROOT / f"{name}.py"
-    for recipe in recipes:
+    for recipe in ["images", *recipes] if "impala" in recipes else recipes:  # it is on top
         source, path = path, Path(f"{recipe}_{path.name}").absolute()
         command = ["patch", "-F0", "-o", path, source, ROOT / "recipes" / f"{recipe}.diff"]
         subprocess.run(command, check=True, capture_output=True)
@@ -85,7 +86,7 @@ def test_head(name: str, script: str | None) -> None:
     assert all(re.match("# .", line) and len(line) <= 100 for line in head)
     command = f"# patch -o my_ppo.py {original} recipes/{name}.diff"
     assert head[-2 if "torchrun" in name else -1].startswith(command)
-    path = patched(script or original.removesuffix(".py"), name)
+    path = patched(script or original.removesuffix(".py").replace("my_images", "ppo"), name)
     for check in (["check", "--ignore=I"], ["format", "--check"]):  # I: which module is whose
         command = [sys.executable, "-m", "ruff", *check, "--config", ROOT / "pyproject.toml", path]
         assert subprocess.run(command).returncode == 0
@@ -112,6 +113,7 @@ PAIRS = ["rnd action_mask", "adaptive_kl rnd", "bound_cost recompute_advantages"
 PAIRS += ["action_mask multi_discrete", "action_mask multi_discrete relu_layernorm"]
 PAIRS += ["adaptive_kl relu_layernorm", "rnd relu_layernorm", "bound_cost relu_layernorm"]
 PAIRS += ["tanh_normal relu_layernorm", "dict_obs relu_layernorm", "images relu_layernorm"]
+PAIRS += ["impala relu_layernorm"]
 
 
 @pytest.mark.parametrize("names", PAIRS)
@@ -195,12 +197,14 @@ def test_dict_obs() -> None:
 
 
 @pytest.mark.parametrize("script", ["ppo", "ppo_continuous"])
+@pytest.mark.parametrize("name", ["images", "impala"])
 @pytest.mark.parametrize("shape", [[12, 10, 3], [3, 12, 10], [12, 10]])
-def test_images(script: str, shape: list[int]) -> None:
+def test_images(script: str, name: str, shape: list[int]) -> None:
     """The lit side is found, of 8 steps 4 by chance; bytes are kept, (channels, height, width)."""
-    module, flags = load(patched(script, "images")), probe(script, "Lit", shape=shape)
+    module, flags = load(patched(script, name)), probe(script, "Lit", shape=shape)
     with kept_batches(module) as batches:
-        score, agent = train(module, **PROBE | flags | {"total_timesteps": 512 * 8})
+        flags |= {"total_timesteps": 512 * 12, "learning_rate": 1e-3}
+        score, agent = train(module, **PROBE | flags)
     assert score > 7
     assert batches[0].obs.dtype == torch.uint8
     assert batches[0].obs.shape[1:] == (3 if 3 in shape else 1, 12, 10)

@@ -9,7 +9,11 @@ folder, it is `fast_envs:EnvPool/HalfCheetah-v5`.
 
 `EnvPool/ID` is EnvPool's version of gymnasium's ID, for each of `IDS` below, in C++ threads. It
 needs `pip install envpool` (tested with 1.2.5). The keywords in --env-kwargs are EnvPool's, and so
-is what `infos` has. It pays from 16 environments on for HalfCheetah, from 64 on for CartPole.
+is what `infos` has. It pays from 16 environments on for HalfCheetah, from 64 on for CartPole. Its
+other ids, but for images and games of several players, are keywords of `EnvPool-v0`:
+
+    python ppo_continuous.py --vectorization vector_entry_point \
+        --env-id variants.fast_envs:EnvPool-v0 --env-kwargs '{"name": "MetaWorld/Reach-v3"}'
 
 `Arrays/CartPole-v1` is gymnasium's CartPole, all environments in one array. It pays from 16 on.
 
@@ -17,7 +21,8 @@ The first episodes are cut at random steps, as `Stagger` in ppo_continuous.py do
 end together; an evaluation's, of one environment, aren't. `--env-kwargs '{"stagger": false}'` cuts
 none, `{"max_episode_steps": 100}` sets the limit of all, -1 lifts it.
 
-With `--vectorization sync` or `async`, and for videos, each id is gymnasium's own environment.
+With `--vectorization sync` or `async`, and for videos, each id is gymnasium's own environment, but
+for `EnvPool-v0`, which has none.
 """
 
 from collections.abc import Callable
@@ -27,7 +32,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.spaces import Box, Space
+from gymnasium.spaces import Box, Dict, Discrete, Space, flatten_space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
@@ -48,6 +53,15 @@ def float32(space: Space) -> Space:
     if isinstance(space, Box):
         space = Box(space.low.astype(np.float32), space.high.astype(np.float32))
     return space
+
+
+def flatten(space: Space, obs: Any) -> np.ndarray:
+    """Rows of observations of this space, as `gym.spaces.flatten` makes each, (rows, size)."""
+    if isinstance(space, Dict):
+        return np.concatenate([flatten(space[name], obs[name]) for name in space], axis=1)
+    if isinstance(space, Discrete):
+        return np.eye(space.n, dtype=np.float32)[obs - space.start]
+    return obs.reshape(len(obs), -1).astype(np.float32)  # a copy
 
 
 class FastEnvs(VectorEnv):
@@ -72,7 +86,8 @@ class FastEnvs(VectorEnv):
         self.limit = NO_LIMIT if max_episode_steps == -1 else max_episode_steps
         self.stagger = stagger
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-        self.single_observation_space = float32(observation_space)
+        self.flatten = partial(flatten, observation_space)
+        self.single_observation_space = float32(flatten_space(observation_space))
         self.single_action_space = float32(action_space)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
@@ -85,17 +100,18 @@ class FastEnvs(VectorEnv):
         if self.stagger and self.num_envs > 1:
             self.elapsed_steps = self.np_random.integers(self.limit, size=self.num_envs)
         obs, infos = self.envs.reset()
-        return obs.astype(np.float32), infos
+        return self.flatten(obs), infos
 
     def step(self, actions: np.ndarray) -> tuple:
         obs, rewards, terminations, _, infos = self.envs.step(actions)
-        obs = obs.astype(np.float32)  # a copy
+        obs = self.flatten(obs)
         self.elapsed_steps += 1
         truncations = self.elapsed_steps >= self.limit
         dones = terminations | truncations
         if dones.any():
             infos |= {"final_obs": obs.copy(), "_final_obs": dones}
-            obs[dones], _ = self.envs.reset(options={"reset_mask": dones})
+            first_obs, _ = self.envs.reset(options={"reset_mask": dones})
+            obs[dones] = self.flatten(first_obs)
             self.elapsed_steps[dones] = 0
         return obs, rewards, terminations, truncations, infos
 
@@ -118,6 +134,19 @@ def make_pool(
 
     spaces = (spec.gymnasium_observation_space, spec.gymnasium_action_space)
     return FastEnvs(make, *spaces, num_envs, max_episode_steps, stagger)
+
+
+def make_any_pool(
+    num_envs: int, name: str, max_episode_steps: int | None = None, **kwargs: Any
+) -> FastEnvs:
+    """EnvPool's environments of this name, with its limit, if no other one is given."""
+    import envpool
+
+    spec = envpool.make_spec(name)
+    if len(spec.gymnasium_observation_space.shape or ()) == 3:
+        raise gym.error.Error(f"{name} has images, which aren't flattened: see ppo_atari.py")
+    limit = max_episode_steps or spec.config.max_episode_steps
+    return make_pool(name, num_envs, limit, **kwargs)
 
 
 class CartPoles(CartPoleVectorEnv):
@@ -160,3 +189,4 @@ for name, entry_point in (entry_points | {"Arrays/CartPole-v1": make_cartpoles})
         max_episode_steps=gym.spec(env_id).max_episode_steps,
         vector_entry_point=entry_point,
     )
+gym.register("EnvPool-v0", vector_entry_point=make_any_pool)

@@ -164,7 +164,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         if args.mask_velocity:
             visible = np.float32(VISIBLE[args.env_id])
             env = TransformObservation(env, lambda obs: obs * visible, None)
-        return FlattenObservation(env)  # add wrappers here; statistics of theirs aren't saved
+        return FlattenObservation(env)  # add wrappers here; Normalize...'s state wouldn't be saved
 
     mode = args.vectorization
     if videos or (mode == "async" and num_envs == 1):
@@ -324,7 +324,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     obs, states, is_first, actions, old_logprobs, advantages, returns, old_values = minibatch
     features = agent.get_features(obs, states, is_first)
     logprobs, entropy, values = agent.evaluate_actions(features, actions)
-    assert logprobs.shape == values.shape == returns.shape  # (B,), or they would broadcast
+    assert logprobs.shape == values.shape == returns.shape, "each (B,), or they broadcast"
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 
@@ -568,7 +568,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         bar.update(batch_size)
 
         # Checkpoint
-        is_stopped = report and report(global_step, mean_return)
+        is_stopped = report and report(global_step, mean_return)  # a break would save nothing
         is_last = is_stopped or iteration == num_iterations
         is_evaluated = is_last or (args.eval_interval and iteration % args.eval_interval == 0)
         if is_evaluated or iteration % args.checkpoint_interval == 0:

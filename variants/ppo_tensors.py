@@ -222,7 +222,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     """Take a gradient step on the minibatch of these indices; return tensors to log, by name."""
     obs, actions, old_logprobs, advantages, returns, old_values = (x[indices] for x in batch)
     logprobs, entropy, values = agent.evaluate_actions(obs, actions)
-    assert logprobs.shape == values.shape == returns.shape  # (B,), or they would broadcast
+    assert logprobs.shape == values.shape == returns.shape, "each (B,), or they broadcast"
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 
@@ -449,7 +449,7 @@ def train(args: Args, report: Callable | None = None) -> float:
         bar.update(batch_size)
 
         # Checkpoint
-        is_stopped = report and report(global_step, mean_return)
+        is_stopped = report and report(global_step, mean_return)  # a break would save nothing
         is_last = is_stopped or iteration == num_iterations
         is_evaluated = is_last or (args.eval_interval and iteration % args.eval_interval == 0)
         if is_evaluated or iteration % args.checkpoint_interval == 0:
