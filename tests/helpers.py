@@ -1,6 +1,7 @@
 """Runs as users start, watch, stop and resume them."""
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -26,7 +27,7 @@ SHORT = {
 }
 SHORT["ppo"] |= {"update_epochs": 4}
 SHORT["ppo_continuous"] |= {"num_steps": 256, "num_minibatches": 8}
-SHORT["ppo_atari"] |= {"num_threads": 1}
+SHORT["ppo_atari"] |= {"num_threads": 1, "env_kwargs": '{"max_num_frames_per_episode": 200}'}
 SHORT = {name: flags | {"eval_episodes": 0} for name, flags in SHORT.items()}
 # What `update` gets, by name
 Batch = namedtuple("Batch", "obs actions logprobs advantages returns values")
@@ -85,7 +86,7 @@ def new_agent(script: ModuleType, args: Any) -> Any:
     """An agent for these arguments, as a run begins with one."""
     envs = script.make_envs(args, 1)
     envs.close()
-    own = [getattr(args, x) for x in ("log_std_init", "bf16") if hasattr(args, x)]
+    own = [getattr(args, x) for x in ("log_std_init", "bf16", "hidden_size") if hasattr(args, x)]
     return script.Agent(envs, *own)
 
 
@@ -95,35 +96,35 @@ def trained(name: str, report: Callable | None = None, **flags: Any) -> Path:
     return latest_run()
 
 
-def go_on(script: ModuleType, run: Path, **flags: Any) -> float:
+def go_on(script: ModuleType, run: Path, report: Callable | None = None, **flags: Any) -> float:
     """Resume a run of this process, with other flags than its own, in another second."""
     # TensorBoard sorts files by names: the second, then how many there are, unsorted from 10 on.
     time.sleep(1.1)
     args = script.load_checkpoint(run)["args"] | flags
-    return script.train(script.Args(**args | {"resume": str(run)}))
+    return script.train(script.Args(**args | {"resume": str(run)}), report)
 
 
-def crashed(name: str, iterations: int, **flags: Any) -> tuple[Path, dict[str, Any]]:
-    """The folder and checkpoint of a run that crashed at the end of this iteration."""
-    steps, script = [], MODULES[name]
+def crash(iteration: int) -> Callable:
+    """A report that raises ZeroDivisionError at the end of this iteration, before it is saved."""
+    iterations = itertools.count(1)
 
     def report(step: int, score: float) -> None:
-        steps.append(step)
-        if len(steps) == iterations:
+        if next(iterations) == iteration:
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        trained(name, report, **flags)
-    return latest_run(), script.load_checkpoint(latest_run())
+    return report
 
 
 @contextlib.contextmanager
-def watching(script: ModuleType, see: Callable[[Any, Batch, torch.Tensor], Any]) -> Iterator[None]:
-    """Let `see` look at agent, batch and indices before every gradient step."""
-    update = script.update
+def watching(script: ModuleType, see: Callable, once: bool = False) -> Iterator[None]:
+    """Let `see` look at agent, batch and indices before every gradient step, or once a batch."""
+    update, latest = script.update, [None]
 
     def watched(agent: Any, optimizer: Any, batch: Any, indices: torch.Tensor, args: Any) -> dict:
-        see(agent, Batch(*batch), indices)
+        if not once or batch is not latest[0]:
+            # The batches of variants have other parts.
+            see(agent, Batch(*batch) if len(batch) == len(Batch._fields) else batch, indices)
+        latest[0] = batch
         return update(agent, optimizer, batch, indices, args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -134,14 +135,12 @@ def watching(script: ModuleType, see: Callable[[Any, Batch, torch.Tensor], Any])
 @contextlib.contextmanager
 def kept_batches(script: ModuleType) -> Iterator[list[Batch]]:
     """The batches that are learned from: one an iteration; a recipe may have one an epoch."""
-    kept, latest = [], [None]
+    kept = []
 
     def see(agent: Any, batch: Batch, indices: torch.Tensor) -> None:
-        if batch.advantages is not latest[0]:
-            latest[0] = batch.advantages
-            kept.append(Batch(*(x.clone() for x in batch)))  # the next rollout overwrites some
+        kept.append(Batch(*(x.clone() for x in batch)))  # the next rollout overwrites some
 
-    with watching(script, see):
+    with watching(script, see, once=True):
         yield kept
 
 

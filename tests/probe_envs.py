@@ -16,6 +16,7 @@ class Probe(gym.Env):
     """An environment that is done after one step, with -1 or 1 to observe at random."""
 
     observation_space = Box(-1, 1, (1,), np.float32)
+    length = 1
 
     def __init__(self, continuous: bool = False) -> None:
         self.action_space = Box(-1, 1, (1,)) if continuous else Discrete(2)
@@ -30,7 +31,9 @@ class Probe(gym.Env):
         return self.observe(), {}
 
     def step(self, action: Any) -> Step:
-        return self.observe(), self.reward(action), True, False, {}
+        reward = self.reward(action)
+        self.steps += 1
+        return self.observe(), reward, self.steps == self.length, False, {}
 
     def reward(self, action: Any) -> float:
         return 1.0
@@ -159,7 +162,7 @@ class Bounded(Probe):
 
     received: ClassVar[list[np.ndarray]] = []
 
-    def __init__(self) -> None:
+    def __init__(self, continuous: bool = True) -> None:
         self.action_space = Box(np.array([2, -0.3], np.float32), np.array([10, 0], np.float32))
 
     def reward(self, action: Any) -> float:
@@ -199,6 +202,7 @@ class Signs(Probe):
     observation_space = Dict(
         place=Box(-1, 1, (3,), np.float32), eye=Box(0, 255, (8, 8, 3), np.uint8), kind=Discrete(2)
     )
+    length = 8
 
     def observe(self) -> dict[str, np.ndarray]:
         self.side, self.sign = self.np_random.integers(2, size=2)
@@ -207,14 +211,14 @@ class Signs(Probe):
         vector[1] = 2 * self.sign - 1
         return {"eye": image, "place": vector, "kind": 1}
 
-    def step(self, action: int) -> Step:
-        reward = float(action == (self.side == self.sign))
-        self.steps += 1
-        return self.observe(), reward, self.steps == 8, False, {}
+    def reward(self, action: int) -> float:
+        return float(action == (self.side == self.sign))
 
 
 class Lit(Probe):
     """Right is the lit side of an image, of 12 x 10 and dark by the step; always one array."""
+
+    length = 8
 
     def __init__(self, shape: tuple[int, ...] = (12, 10, 3), continuous: bool = False) -> None:
         super().__init__(continuous)
@@ -228,10 +232,8 @@ class Lit(Probe):
         columns[5 * self.side : 5 * self.side + 5] += 200
         return self.image
 
-    def step(self, action: Any) -> Step:
-        reward = float((np.squeeze(action) > 0) == self.side)
-        self.steps += 1
-        return self.observe(), reward, self.steps == 8, False, {}
+    def reward(self, action: Any) -> float:
+        return float((np.squeeze(action) > 0) == self.side)
 
 
 class Scripted(Probe):
@@ -311,10 +313,6 @@ class Remembered(Probe):
         if isinstance(self.action_space, Box):
             return -float((action[0] - 0.5 * self.right) ** 2)
         return float((action == 1) == (self.right == 1))
-
-    def step(self, action: Any) -> Step:
-        reward, self.steps = self.reward(action), self.steps + 1
-        return self.observe(), reward, self.steps == self.length, False, {}
 
 
 class Leaking(Remembered):

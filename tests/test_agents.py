@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS
+from conftest import BOTH, SCRIPTS
 from helpers import MODULES, SHORT, kept_batches, new_agent, probe, trained, watching
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
@@ -16,7 +16,6 @@ import ppo
 
 # Of 6, 17 and 4 x 84 x 84 observations; of 3 choices, 6 numbers, and 4 choices.
 ENV_IDS = {"ppo": "Acrobot-v1", "ppo_continuous": "HalfCheetah-v5", "ppo_atari": "ALE/Breakout-v5"}
-BOTH = pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
 
 
 def make(name: str, **flags: Any) -> tuple[Any, torch.Tensor]:

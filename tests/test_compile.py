@@ -1,4 +1,4 @@
-"""Compiled gradient steps, other layouts of memory and other devices do the same as plain ones."""
+"""Compiled gradient steps, and those on other devices, do the same as plain ones."""
 
 import copy
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from helpers import MODULES, SHORT, Batch, new_agent, scalars, trained
 import ppo
 
 
-def setting(script: ModuleType, device: str = "cpu", **flags: Any) -> tuple[Any, Batch, Any]:
+def setting(script: ModuleType, device: str) -> tuple[Any, Batch, Any]:
     """An agent, a random batch for it, and its arguments."""
-    args = script.Args(**SHORT[script.__name__] | flags)
+    args = script.Args(**SHORT[script.__name__])
     torch.manual_seed(1)
     agent, envs = new_agent(script, args).to(device), script.make_envs(args, 1)
     envs.single_observation_space.seed(1)
@@ -35,9 +35,7 @@ def weights(agent: torch.nn.Module) -> torch.Tensor:
     return torch.cat([x.detach().flatten() for x in agent.parameters()])
 
 
-def stepped(
-    update: Callable, agent: Any, batch: Batch, args: Any, fused: bool = True
-) -> tuple[Any, list[dict]]:
+def stepped(update: Callable, agent: Any, batch: Batch, args: Any, fused: bool) -> tuple:
     """The weights after ten gradient steps on halves of the batch, and what they reported."""
     agent, device = copy.deepcopy(agent), batch.obs.device
     optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(1e-4, device=device), fused=fused)
@@ -56,7 +54,7 @@ def test_compiled_is_eager(name: str, device: str) -> None:
     """From the same batch, ten compiled steps lead to the same weights and reports."""
     script = MODULES[name]
     agent, batch, args = setting(script, device)
-    expected = stepped(script.update, agent, batch, args)
+    expected = stepped(script.update, agent, batch, args, fused=True)
     torch._dynamo.config.trace_autograd_ops = True
     torch.compiler.reset()
     update = torch.compile(script.update, mode="reduce-overhead")  # as `train` has it

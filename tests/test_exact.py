@@ -1,14 +1,10 @@
 """The recipe exact_resume: a run that was killed and resumed equals one that never stopped."""
 
 import signal
-import time
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from conftest import SCRIPTS
-from helpers import SHORT, assert_same, command, content, go_on, latest_run, load, wait_for
+from helpers import SHORT, assert_same, command, content, crash, go_on, latest_run, load, wait_for
 from test_recipes import patched
 
 # Runs of eight iterations, which are saved after every second one.
@@ -18,22 +14,6 @@ RUNS = {
     "ppo_atari": {"num_steps": 16, "total_timesteps": 256, "update_epochs": 1},
 }
 RUNS = {name: SHORT[name] | flags | {"checkpoint_interval": 2} for name, flags in RUNS.items()}
-
-
-def train(script: ModuleType, crash_at: int = 0, **flags: Any) -> Path:
-    """The folder of a run, which crashes in this iteration, before it can save."""
-    steps = []
-
-    def report(step: int, score: float) -> None:
-        steps.append(step)
-        if len(steps) == crash_at:
-            raise ZeroDivisionError
-
-    try:
-        script.train(script.Args(**flags), report)
-    except ZeroDivisionError:
-        assert len(steps) == crash_at
-    return latest_run()
 
 
 @pytest.mark.parametrize(
@@ -49,11 +29,14 @@ def test_crashed(name: str, flags: dict, saved_at: int) -> None:
     """A run that crashes in its fourth and sixth iteration ends as the whole one, bit for bit."""
     script, flags = load(patched(name, "exact_resume")), RUNS[name] | flags
     batch_size = flags["num_envs"] * flags["num_steps"]
-    expected = content(train(script, **flags))
-    run = train(script, crash_at=4, **flags)
+    script.train(script.Args(**flags))
+    expected = content(latest_run())
+    with pytest.raises(ZeroDivisionError):
+        script.train(script.Args(**flags), crash(4))
+    run = latest_run()
     assert script.load_checkpoint(run)["global_step"] == saved_at * batch_size
-    time.sleep(1.1)  # as go_on does
-    train(script, crash_at=6 - saved_at, **flags, resume=str(run))
+    with pytest.raises(ZeroDivisionError):
+        go_on(script, run, crash(6 - saved_at))
     assert script.load_checkpoint(run)["global_step"] == 4 * batch_size
     go_on(script, run)
     assert_same(content(run), expected)
@@ -73,4 +56,5 @@ def test_killed(name: str) -> None:
     run, script = latest_run(), load(path)
     assert 0 < script.load_checkpoint(run)["global_step"] < flags["total_timesteps"]
     go_on(script, run)
-    assert_same(content(run), content(train(script, **flags)))
+    script.train(script.Args(**flags))
+    assert_same(content(run), content(latest_run()))

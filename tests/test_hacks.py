@@ -6,24 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS
-from helpers import (
-    MODULES,
-    SHORT,
-    Batch,
-    go_on,
-    kept_batches,
-    only_run,
-    probe,
-    scalars,
-    trained,
-)
+from conftest import BOTH, SCRIPTS
+from helpers import MODULES, SHORT, Batch, go_on, kept_batches, only_run, probe, scalars, trained
 from torch import Tensor, nn
 
 import ppo
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
+@BOTH
 def test_networks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that both networks have learns, what isn't in the loss doesn't, and both resume."""
     script, agents = MODULES[name], []
@@ -125,7 +115,6 @@ def test_dropout_is_off_in_evaluations(name: str, monkeypatch: pytest.MonkeyPatc
             return super().act(obs, rng)
 
     monkeypatch.setattr(script, "Agent", Agent)
-    kwargs = {"env_kwargs": '{"max_num_frames_per_episode": 200}'} if name == "ppo_atari" else {}
-    trained(name, eval_episodes=1, eval_interval=1, **kwargs)
+    trained(name, eval_episodes=1, eval_interval=1)
     assert {*modes} == {(True, True), (False, False)}
     assert modes[-1] == (False, False) != modes[0]

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import BOTH
 from helpers import SHORT, kept_batches, load, new_agent
 from test_recipes import patched
 from torch import nn
 
-NAMES = ["ppo", "ppo_continuous"]
 RECIPES = {"ppo": "numpy_acting", "ppo_continuous": "numpy_acting_continuous"}
 
 
@@ -29,7 +29,7 @@ def observations(agent: Any) -> np.ndarray:
     return np.random.default_rng(1).normal(3, 30, (64, agent.actor[0].in_features))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@BOTH
 def test_acts_alike(name: str) -> None:
     """The same actions of the same generator; of one row, too, and of weights that have changed."""
     _, agent = make_agent(name)
@@ -43,7 +43,7 @@ def test_acts_alike(name: str) -> None:
     assert len(np.unique(act(obs, rng))) > 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@BOTH
 def test_trains(name: str) -> None:
     """The first rollout is that of the script without the recipe, and others follow."""
     kept = []
@@ -56,7 +56,7 @@ def test_trains(name: str) -> None:
     assert len(kept[0]) == len(kept[1]) == 4
 
 
-@pytest.mark.parametrize("name", NAMES)
+@BOTH
 def test_other_networks(name: str) -> None:
     """Another layer, a hook, or another distribution than the actor's end in a sentence."""
     script, agent = make_agent(name)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import BOTH
 from helpers import MODULES, kept_batches, latest_run, new_agent, only_run, probe
 from probe_envs import Bounded
 
@@ -14,7 +15,6 @@ GAMMA = 0.9
 SETTINGS = {"num_envs": 4, "num_steps": 32, "num_minibatches": 4, "update_epochs": 4}
 SETTINGS |= {"total_timesteps": 128 * 60, "learning_rate": 5e-3, "gamma": GAMMA}
 SETTINGS |= {"clip_vloss": False, "eval_episodes": 0}
-BOTH = pytest.mark.parametrize("name", ["ppo", "ppo_continuous"])
 
 
 def learned(name: str, env: str, flags: dict = SETTINGS, **kwargs: Any) -> tuple[Any, float]:
@@ -91,8 +91,7 @@ def test_actions_are_bounded_for_the_environment_only() -> None:
     """The environment gets actions scaled and clipped to 2 .. 10 and -0.3 .. 0, learning not."""
     Bounded.received.clear()
     with kept_batches(ppo_continuous) as batches:
-        flags = SETTINGS | {"env_kwargs": "{}"}
-        agent, _ = learned("ppo_continuous", "Bounded", flags)
+        agent, _ = learned("ppo_continuous", "Bounded")
     stored = torch.cat([batch.actions for batch in batches]).numpy()
     assert (np.abs(stored) > 1).mean() > 0.001
     low, high = np.array([2, -0.3]), np.array([10, 0])

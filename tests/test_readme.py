@@ -11,24 +11,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from helpers import (
-    MODULES,
-    SHORT,
-    assert_same,
-    command,
-    go_on,
-    latest_run,
-    load,
-    only_run,
-    scalars,
-    trained,
-)
+from helpers import MODULES, SHORT, assert_same, command, go_on, latest_run, load, scalars, trained
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_training import batch_of, updated
 
 import ppo
 
 PAGES = "".join((ROOT / x).read_text() for x in ("README.md", "docs/hacking.md"))
-BLOCKS = re.findall(r"^```diff\n(.+?)^```$", PAGES, re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"(?ms)^```diff\n(.+?)^```$", PAGES)
 HUNKS = "@@\n".join(BLOCKS).split("@@\n")
 SECOND = "critic_optimizer|optimizers"
 
@@ -72,22 +62,14 @@ def test_cosine() -> None:
 def test_smooth_l1() -> None:
     """Errors of 0.5 and -2, of which one is above 1, by hand; and it trains."""
     script = train_with("smooth_l1")
-    args = script.Args(vf_coef=1.0)
-    values = torch.tensor([0.0, 0.0], requires_grad=True)
-    agent = torch.nn.Module()
-    agent.values = torch.nn.Parameter(values)
-    zeros = torch.zeros(2)
-    agent.evaluate_actions = lambda *_: (agent.values * 0, zeros, agent.values)
-    optimizer = torch.optim.SGD(agent.parameters(), 0.0)
-    batch = (zeros, zeros, zeros, zeros, torch.tensor([-0.5, 2.0]), zeros)
-    metrics = script.update(agent, optimizer, batch, torch.arange(2), args)
-    assert metrics["losses/value_loss"].item() == pytest.approx((0.5 * 0.5**2 + 2 - 0.5) / 2)
+    metrics, _ = updated(script, [[0.0] * 2] * 3, batch_of(2, returns=[-0.5, 2.0]))
+    assert metrics["losses/value_loss"] == pytest.approx((0.5 * 0.5**2 + 2 - 0.5) / 2)
 
 
 def test_rmsprop() -> None:
     """RMSprop has one average for each weight, and learns."""
     script = train_with("RMSprop")
-    states = script.load_checkpoint(only_run())["optimizer"].values()
+    states = script.load_checkpoint(latest_run())["optimizer"].values()
     assert all({*state} == {"step", "square_avg"} for state in states)
     assert all(state["square_avg"].any() for state in states)
 
@@ -108,9 +90,9 @@ def test_best_checkpoint() -> None:
     script, scores = changed("best_return"), []
     args = script.Args(**SHORT["ppo"] | {"total_timesteps": 8192, "checkpoint_interval": 1})
     script.train(args, lambda step, score: scores.append(score))
-    best = script.load_checkpoint(only_run() / "best")
+    best = script.load_checkpoint(latest_run() / "best")
     assert np.mean(best["last_returns"]) == pytest.approx(np.nanmax(scores))
-    assert script.evaluate(script.Args(eval_episodes=1), only_run() / "best") > 0
+    assert script.evaluate(script.Args(eval_episodes=1), latest_run() / "best") > 0
 
 
 def actor(run: Path) -> list[torch.Tensor]:
@@ -135,23 +117,23 @@ def test_agent_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_frozen_actor(compiled: bool) -> None:
     """The actor stays as it was, the critic doesn't, and the run goes on."""
     script = train_with("requires_grad_", total_timesteps=512, compile=compiled)
-    before = actor(only_run())
-    go_on(script, only_run(), total_timesteps=2048)
-    assert_same(actor(only_run()), before)
+    before = actor(latest_run())
+    go_on(script, latest_run(), total_timesteps=2048)
+    assert_same(actor(latest_run()), before)
     assert all(x > 0 for _, x in scalars("losses/grad_norm"))
 
 
 def test_bonus() -> None:
     """It counts for what is learned, and not in the log."""
     script = train_with(r"rewards \+=", gamma=0.0)
-    assert script.load_checkpoint(only_run())["agent"]["return_rms.mean"] > 1.001
+    assert script.load_checkpoint(latest_run())["agent"]["return_rms.mean"] > 1.001
     assert scalars("charts/episodic_return") == scalars("charts/episodic_length")
 
 
 def test_histogram() -> None:
     """Each iteration has one."""
     train_with("histogram")
-    events = EventAccumulator(str(only_run()), size_guidance={"histograms": 0}).Reload()
+    events = EventAccumulator(str(latest_run()), size_guidance={"histograms": 0}).Reload()
     assert [x.step for x in events.Histograms("advantages")] == [512, 1024, 1536, 2048]
 
 
@@ -173,7 +155,7 @@ def test_second_optimizer() -> None:
     """It learns, is saved, and goes on with its state and the rate of the new run."""
     script, rates = changed(SECOND), []
     script.train(script.Args(**SHORT["ppo"]))
-    before = script.load_checkpoint(only_run())["critic_optimizer"]
+    before = script.load_checkpoint(latest_run())["critic_optimizer"]
     update = script.update
 
     def watched(agent: Any, optimizers: list, *rest: Any) -> dict:
@@ -183,15 +165,12 @@ def test_second_optimizer() -> None:
         return update(agent, optimizers, *rest)
 
     script.update = watched
-    go_on(script, only_run(), total_timesteps=4096, learning_rate=4e-3)
+    go_on(script, latest_run(), total_timesteps=4096, learning_rate=4e-3)
     assert rates[0] == pytest.approx([2e-3, 2e-3]) and rates[-1] == pytest.approx([0.5e-3] * 2)
 
 
-EXAMPLES = re.findall(
-    r"```python\n(.+?)^```.+?`python ppo.py (.+?)`",
-    (ROOT / "docs/environments.md").read_text(),
-    re.MULTILINE | re.DOTALL,
-)
+EXAMPLE = r"(?ms)```python\n(.+?)^```.+?`python ppo.py (.+?)`"
+EXAMPLES = re.findall(EXAMPLE, (ROOT / "docs/environments.md").read_text())
 
 
 @pytest.mark.parametrize(("source", "flags"), EXAMPLES, ids=["one", "vector"])
@@ -209,10 +188,9 @@ POLICIES = ["Policy(envs)", "ContinuousPolicy(envs, 0.0)", "AtariPolicy(envs, Fa
 @pytest.mark.parametrize(("name", "policy"), [*zip(MODULES, POLICIES, strict=True)])
 def test_exported_policy(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What docs/hacking.md exports plays as an evaluation does, with the bounds in it."""
-    flags = {"env_kwargs": '{"max_num_frames_per_episode": 400}'} if name == "ppo_atari" else {}
-    script, run = MODULES[name], trained(name, **flags, eval_episodes=3)
+    script, run = MODULES[name], trained(name, eval_episodes=3)
     torch.backends.cudnn.rnn.fp32_precision = "tf32"  # as it was: a variant's isn't exported
-    source = re.findall(r"^```python\n(.+?)^```$", PAGES, re.MULTILINE | re.DOTALL)[-1]
+    source = re.findall(r"(?ms)^```python\n(.+?)^```$", PAGES)[-1]
     source = source.replace("= Policy(envs)", f"= {policy}").replace("runs/NAME", str(run))
     source = source.replace("from ppo ", f"from {name} ")
     exec(source[: None if find_spec("onnxscript") else source.index("torch.onnx")], {})

@@ -43,10 +43,8 @@ def test_same_job_same_text() -> None:
     assert set.intersection(*map(set, scripts)) == EVERYWHERE | DIFFERENT
     # Evaluations differ in how an agent is made, and in the keyword that limits episodes.
     assert set(scripts[1]) - set(scripts[0]) == {"Stagger"}
-    evaluations = [
-        re.sub(r"Agent\(.*?\)|not all ended.*", "", script["evaluate"]) for script in scripts
-    ]
-    assert len({*evaluations}) == 1
+    intended = r"Agent\(.*?\)|not all ended.*"
+    assert len({re.sub(intended, "", script["evaluate"]) for script in scripts}) == 1
 
 
 def test_same_flag_same_help() -> None:

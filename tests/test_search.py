@@ -23,10 +23,9 @@ TUNE, POPULATION = ROOT / "search/tune.py", ROOT / "search/population.py"
 
 
 @pytest.fixture(autouse=True)
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have ppo.py in the folder, and the probe environments to import."""
+def here(folder: Path) -> None:
+    """Have ppo.py in the folder."""
     shutil.copy(ROOT / "ppo.py", folder)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
 
 
 def finished(*words: Any, status: int = 0) -> str:

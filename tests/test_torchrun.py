@@ -10,12 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import gymnasium as gym
-import helpers
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from helpers import SHORT, assert_same, content, latest_run, load
+from helpers import SHORT, assert_same, content, go_on, latest_run, load, watching
 from test_recipes import patched
 from torch import distributed as dist
 
@@ -59,10 +58,8 @@ def train(script: ModuleType, flags: dict[str, Any]) -> tuple:
     half = flags["total_timesteps"] // 2
     is_last = os.environ.get("RANK") != "0"  # the report of the second process ends both
     first = script.train(script.Args(**flags), lambda step, score: is_last and step == half)
-    flags = flags | {"resume": str(latest_run())}
-    helpers.time.sleep(1.1)  # as go_on does
-    with helpers.watching(script, lambda agent, *_: agents.append(agent)):
-        second = script.train(script.Args(**flags))
+    with watching(script, lambda agent, *_: agents.append(agent)):
+        second = go_on(script, latest_run())
     return draws, (first, second), agents[0].state_dict()
 
 
