@@ -109,8 +109,8 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
 
     def wrap(env: gym.Env) -> gym.Env:
         space = env.observation_space
-        if not space.is_np_flattenable or (space.dtype == np.uint8 and len(space.shape) > 1):
-            raise UsageError(f"{space} doesn't flatten well; for images, see recipes/images.diff")
+        if not space.is_np_flattenable or gym.spaces.flatdim(space) > 2000:
+            raise UsageError(f"too large, or no vector: {space}; for images: recipes/images.diff")
         if videos:  # at most 3000 frames of each episode, as they are kept in memory
             env = RecordVideo(env, videos, lambda i: i < args.eval_episodes, video_length=3000)
         return FlattenObservation(env)  # add wrappers here; Normalize...'s state wouldn't be saved
@@ -225,7 +225,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     """Take a gradient step on the minibatch of these indices; return tensors to log, by name."""
     obs, actions, old_logprobs, advantages, returns, old_values = (x[indices] for x in batch)
     logprobs, entropy, values = agent.evaluate_actions(obs, actions)
-    assert logprobs.shape == values.shape == returns.shape, "each (B,), or they broadcast"
+    assert logprobs.shape == values.shape == returns.shape, "not (B,) all: they would broadcast"
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 

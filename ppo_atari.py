@@ -235,7 +235,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     """Take a gradient step on the minibatch of these indices; return tensors to log, by name."""
     obs, actions, old_logprobs, advantages, returns, old_values = (x[indices] for x in batch)
     logprobs, entropy, values = agent.evaluate_actions(obs, actions)
-    assert logprobs.shape == values.shape == returns.shape, "each (B,), or they broadcast"
+    assert logprobs.shape == values.shape == returns.shape, "not (B,) all: they would broadcast"
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 

@@ -213,6 +213,18 @@ def before() -> str:
     return table(lines)
 
 
+def tensors() -> str:
+    """ppo_tensors.py and rsl_rl's PPO, which took turns."""
+    frame, lines = load("tensors.csv").rename(columns={"seed": "round"}), []
+    for (case, who), rows in frame.groupby(["case", "who"], sort=False):
+        peer = frame[(frame.case == case) & (frame.who == who.replace("ours", "rsl_rl"))]
+        line = {"": case.split(":")[1], "who": who, "steps": f"{rows.steps.iloc[0]:,}"}
+        line |= {"seeds": str(len(rows)), "steps/s": f"{rows.steps_per_s.median():,.0f}"}
+        line["of rsl_rl's"] = ratio(rows, peer) if "ours" in who else ""
+        lines.append(line | {"greedy": mean_and_spread(rows.greedy)})
+    return table(lines)
+
+
 def sources() -> str:
     """Speed, and memory, by the number of environments, for each of their sources."""
     frame, lines = load("speed.csv"), {}
@@ -256,6 +268,7 @@ TABLES = {
     "speed": speeds,
     "solved": solved,
     "before": before,
+    "tensors": tensors,
     "sources": sources,
     "gpu": gpu,
     "tuned": lambda: results(["tuned"], *FIGURES, "commit"),

@@ -34,7 +34,7 @@ PARTS = 50  # of a curve, each with the mean of its returns
 class Options:
     """Train with several seeds. What isn't a flag here is one of the script's."""
 
-    folder: Path  # for all that is left
+    folder: Path  # for all output
     script: tyro.conf.Positional[Path | None] = None  # to train with; without one, only draw
     env_ids: tuple[str, ...] = ("CartPole-v1",)  # the tasks
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # of each task
@@ -56,7 +56,7 @@ def train(options: Options, flags: list[str], env_id: str, seed: int) -> bool:
     if checkpoint:
         words += ["--resume", checkpoint.parent.relative_to(folder)]
     else:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped before its first
+        shutil.rmtree(folder, ignore_errors=True)  # of a run without a checkpoint
     folder.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": "1"} | os.environ  # for scripts that set no threads
     with (folder / "log.txt").open("a") as log:
@@ -113,6 +113,8 @@ def main() -> None:
     """Train, draw, and print a table."""
     options, flags = tyro.cli(Options, return_unknown_args=True)
     folder, finished = options.folder, [True]
+    for missing in (x for x in options.beside if not x.is_dir()):
+        sys.exit(f"seeds.py: there is no folder {missing}")
     if options.script:
         experiment = f"{options.script.name} {shlex.join(flags)}\n\n{options.script.read_text()}"
         file = folder / "experiment.txt"

@@ -180,7 +180,7 @@ class Spaces(Probe):
     def __init__(self, kind: str, continuous: bool = False) -> None:
         super().__init__(continuous)
         self.observation_space = {
-            "image": Box(0, 255, (4, 5, 3), np.uint8),
+            "image": Dict({"camera": Box(0, 1, (30, 30, 3))}),
             "integers": Box(-1000, 1000, (2,), np.int64),
             "float64": Box(-1, 1, (2,), np.float64),
             "discrete": Discrete(7, start=3),

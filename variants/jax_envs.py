@@ -1,6 +1,6 @@
 """Simulators written in JAX, as a vector environment: all instances step in one compiled call.
 
-    pip install jax flax six && pip install --no-deps gymnax
+    pip install jax flax six seaborn && pip install --no-deps gymnax
     python ppo.py --vectorization vector_entry_point --num-envs 256 --num-steps 32 \
         --total-timesteps 300000 --env-id variants.jax_envs:Gymnax-v0 \
         --env-kwargs '{"name": "CartPole-v1", "max_episode_steps": 500}'

@@ -284,7 +284,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     obs, states, is_first, actions, old_logprobs, advantages, returns, old_values = minibatch
     features = agent.get_features(agent.encode(obs), states, is_first)
     logprobs, entropy, values = agent.evaluate_actions(features, actions)
-    assert logprobs.shape == values.shape == returns.shape, "each (B,), or they broadcast"
+    assert logprobs.shape == values.shape == returns.shape, "not (B,) all: they would broadcast"
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 

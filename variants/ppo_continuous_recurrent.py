@@ -149,8 +149,8 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
 
     def wrap(env: gym.Env) -> gym.Env:
         space = env.observation_space
-        if not space.is_np_flattenable or (space.dtype == np.uint8 and len(space.shape) > 1):
-            raise UsageError(f"{space} doesn't flatten well; for images, see recipes/images.diff")
+        if not space.is_np_flattenable or gym.spaces.flatdim(space) > 2000:
+            raise UsageError(f"too large, or no vector: {space}; for images: recipes/images.diff")
         if videos:  # at most 3000 frames of each episode, as they are kept in memory
             env = RecordVideo(env, videos, lambda i: i < args.eval_episodes, video_length=3000)
         if args.stagger and num_envs > 1:
@@ -324,7 +324,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     obs, states, is_first, actions, old_logprobs, advantages, returns, old_values = minibatch
     features = agent.get_features(obs, states, is_first)
     logprobs, entropy, values = agent.evaluate_actions(features, actions)
-    assert logprobs.shape == values.shape == returns.shape, "each (B,), or they broadcast"
+    assert logprobs.shape == values.shape == returns.shape, "not (B,) all: they would broadcast"
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 

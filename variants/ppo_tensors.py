@@ -10,7 +10,8 @@
     python ppo_tensors.py --evaluate runs/NAME
 
 It is ppo_continuous.py without NumPy: observations, actions and rewards stay on `--device`, and
-nothing is done episode by episode. `diff` the two. What a simulator must have is at `make_envs`.
+nothing is done episode by episode. `diff` the two. What a simulator must have is at `make_envs`;
+tensor_envs.py, in the same folder, has some.
 
 Each iteration has three parts: the policy acts for `num_steps` in each of `num_envs` environments;
 generalized advantage estimation tells how much better each action was than expected; and gradient
@@ -110,14 +111,15 @@ def make_envs(args: Args, num_envs: int, stagger: bool) -> Any:
 
     It has the attributes `obs_size` and `action_size`, and three methods of tensors on `device`:
 
-    - `reset(seed)` returns obs, (num_envs, obs_size), of float32.
+    - `reset(seed)` begins new episodes and returns obs, (num_envs, obs_size).
     - `step(actions)` takes (num_envs, action_size), within -1 and 1, and returns obs, rewards,
-      terminations, truncations, each (num_envs,), and final_obs. Where an episode ended, obs is the
-      next one's first, and final_obs its own last, elsewhere the same as obs. A simulator that has
-      lost it may give the one before.
+      terminations, truncations and final_obs; rewards, terminations, truncations are (num_envs,).
+      Where an episode ended, obs is the next one's first, and final_obs, a tensor of its own, has
+      its last. A simulator that has lost that may give the observation before. A time limit is no
+      termination: of `dones` and `time_outs`, terminations are `dones & ~time_outs`.
     - `close()`.
 
-    With `stagger` the first episodes end at random steps, so that not all end together.
+    With `stagger` the first episodes should end at random steps, or all of them end together.
     """
     module, _, name = args.env_id.partition(":")
     if not name:
@@ -222,7 +224,7 @@ def update(agent: Agent, optimizer: optim.Adam, batch: tuple, indices: Tensor, a
     """Take a gradient step on the minibatch of these indices; return tensors to log, by name."""
     obs, actions, old_logprobs, advantages, returns, old_values = (x[indices] for x in batch)
     logprobs, entropy, values = agent.evaluate_actions(obs, actions)
-    assert logprobs.shape == values.shape == returns.shape, "each (B,), or they broadcast"
+    assert logprobs.shape == values.shape == returns.shape, "not (B,) all: they would broadcast"
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
 
@@ -276,20 +278,21 @@ def load_checkpoint(folder: str | Path) -> dict:
     return torch.load(path, "cpu")
 
 
+@torch.no_grad()
 def evaluate(args: Args, folder: str | Path) -> float:
-    """Play an episode in each of so many instances; return their mean raw return, nan if none."""
+    """Play one episode in each of `eval_episodes` instances; return their mean raw return."""
     envs = make_envs(args, args.eval_episodes, stagger=False)
     agent = Agent(envs, args.log_std_init).to(args.device).eval()
     agent.load_state_dict(load_checkpoint(folder)["agent"])
     rng = None if args.eval_greedy else torch.Generator(args.device).manual_seed(args.seed)
     returns = torch.zeros(args.eval_episodes, device=args.device)
-    is_first = torch.ones_like(returns, dtype=torch.bool)  # episode of its instance
+    is_first = torch.ones_like(returns, dtype=torch.bool)  # is it still an instance's first one?
     obs = envs.reset(args.seed + 10**9)  # other episodes than the training's
     for _ in range(30_000):  # some episodes never end
         actions = agent.act(obs, rng).clamp(-1, 1)
         obs, rewards, terminations, truncations, _ = envs.step(actions)
         returns += rewards * is_first
-        is_first &= ~(terminations | truncations)
+        is_first &= ~(terminations.bool() | truncations.bool())
         if not is_first.any():
             break
     else:
@@ -370,10 +373,13 @@ def train(args: Args, report: Callable | None = None) -> float:
         returns_sum, lengths_sum, num_ended = 0, 0, 0  # of the episodes that end, as tensors
         for t in range(args.num_steps):
             obs[t] = next_obs
-            actions[t] = agent.act(next_obs, rng)
-            step = envs.step(actions[t].clamp(-1, 1))
-            next_obs, rewards[t], terminations[t], truncations[t], real_next_obs[t] = step
+            actions[t] = agent.act(obs[t], rng)
+            with torch.no_grad():  # a simulator may be differentiable
+                step = envs.step(actions[t].clamp(-1, 1))
+            next_obs, rewards[t], terminations[t], truncations[t], final_obs = step
+            assert all(x.shape == shape[1:] for x in step[1:4]), "not (num_envs,) each"
             done = terminations[t] | truncations[t]
+            real_next_obs[t] = torch.where(done[:, None], final_obs, next_obs)
             episode_return += rewards[t]
             episode_length += 1
             returns_sum += (episode_return * done).sum()
@@ -466,7 +472,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             break
     bar.close()
     writer.close()
-    print(f"return {mean_return:.1f} over the last iteration's episodes; {folder}")
+    print(f"return {mean_return:.1f} of the episodes that ended last; {folder}")
     return mean_return
 
 

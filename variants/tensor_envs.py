@@ -4,21 +4,20 @@
     python ppo_tensors.py --env-id tensor_envs:InvertedPendulum --num-envs 512
     python ppo_tensors.py --env-id tensor_envs:Jax --env-kwargs \
         '{"maker": "Brax", "name": "inverted_pendulum"}'
-    python ppo_tensors.py --env-id tensor_envs:Gymnasium --env-kwargs '{"env_id": "HalfCheetah-v5"}'
+    python ppo_tensors.py --env-id tensor_envs:Gymnasium --num-envs 64 --num-steps 32 \
+        --env-kwargs '{"env_id": "HalfCheetah-v5"}'
 
 What a simulator must have is said at `make_envs` in ppo_tensors.py. MuJoCo Warp needs a MuJoCo of
-its own version, so it gets a virtual environment of its own: pip install mujoco-warp (tried: 4.0.0)
+its own version, so it gets a virtual environment of its own: pip install mujoco-warp==4.0.0
+gymnasium torch tensorboard tyro tqdm. Those of JAX stay on JAX's device.
 """
 
 import math
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode
-from gymnasium.wrappers import FlattenObservation, RescaleAction
 from torch import Tensor
 
 Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -83,21 +82,23 @@ class InvertedPendulum:
     def __init__(
         self, num_envs: int, device: str, stagger: bool, max_episode_steps: int = 1000
     ) -> None:
+        import gymnasium
         import mujoco
         import mujoco_warp
         import warp
 
-        path = Path(gym.__file__).parent / "envs/mujoco/assets/inverted_pendulum.xml"
+        path = Path(gymnasium.__file__).parent / "envs/mujoco/assets/inverted_pendulum.xml"
         model = mujoco.MjModel.from_xml_path(str(path))
-        with warp.ScopedDevice(device):
+        self.device = warp.ScopedDevice(device)
+        self.simulate = mujoco_warp.step
+        with self.device:
             self.model = mujoco_warp.put_model(model)
             self.data = mujoco_warp.make_data(model, nworld=num_envs)
-        self.simulate = mujoco_warp.step
         # The simulator's own memory: what is written here is its state
-        self.qpos, self.qvel, self.ctrl, self.warmstart = (
-            warp.to_torch(getattr(self.data, name))
-            for name in ("qpos", "qvel", "ctrl", "qacc_warmstart")
-        )
+        self.qpos = warp.to_torch(self.data.qpos)
+        self.qvel = warp.to_torch(self.data.qvel)
+        self.ctrl = warp.to_torch(self.data.ctrl)
+        self.warmstart = warp.to_torch(self.data.qacc_warmstart)
         self.limit = max_episode_steps
         self.stagger = stagger
         self.rng = torch.Generator(device)
@@ -107,8 +108,8 @@ class InvertedPendulum:
         for x in (self.qpos, self.qvel):
             noise = torch.rand(x.shape, generator=self.rng, device=x.device)
             x.copy_(torch.where(which[:, None], 0.02 * noise - 0.01, x))
-        self.warmstart[which] = 0
-        self.steps[which] = 0
+        self.warmstart.masked_fill_(which[:, None], 0)
+        self.steps.masked_fill_(which, 0)
 
     def observe(self) -> Tensor:
         return torch.cat([self.qpos, self.qvel], -1)  # a copy
@@ -116,18 +117,19 @@ class InvertedPendulum:
     def reset(self, seed: int) -> Tensor:
         self.rng.manual_seed(seed)
         self.steps = torch.zeros(len(self.qpos), dtype=torch.int64, device=self.qpos.device)
-        self.begin(self.steps == 0)
+        self.begin(torch.ones_like(self.steps, dtype=torch.bool))
         if self.stagger:
             self.steps.random_(self.limit, generator=self.rng)
         return self.observe()
 
     def step(self, actions: Tensor) -> Step:
         self.ctrl.copy_(3 * actions)
-        for _ in range(2):
-            self.simulate(self.model, self.data)
+        with self.device:
+            for _ in range(2):
+                self.simulate(self.model, self.data)
         self.steps += 1
         final_obs = self.observe()
-        terminations = self.qpos[:, 1].abs() > 0.2
+        terminations = ~(self.qpos[:, 1].abs() <= 0.2)  # true for nan
         truncations = self.steps >= self.limit
         self.begin(terminations | truncations)
         return self.observe(), (~terminations).float(), terminations, truncations, final_obs
@@ -137,7 +139,7 @@ class InvertedPendulum:
 
 
 class Jax:
-    """The environments of jax_envs.py; `maker` is Gymnax, Brax or Functional. None is copied."""
+    """Those of jax_envs.py with continuous actions; `maker` is Gymnax, Brax or Functional."""
 
     def __init__(
         self,
@@ -158,14 +160,15 @@ class Jax:
         self.low = torch.as_tensor(action_space.low, device=device)
         self.high = torch.as_tensor(action_space.high, device=device)
         self.num_envs = num_envs
-        self.latest_start = max_episode_steps if stagger else 1
+        self.limit = max_episode_steps
+        self.stagger = stagger
 
     def reset(self, seed: int) -> Tensor:
         import jax
 
         key, first_key, steps_key = jax.random.split(jax.random.key(seed), 3)
         state, obs = self.begin(first_key)
-        steps = jax.random.randint(steps_key, self.num_envs, 0, self.latest_start)
+        steps = jax.random.randint(steps_key, self.num_envs, 0, self.limit if self.stagger else 1)
         self.carry = (key, state, steps)
         return torch.from_dlpack(obs)
 
@@ -186,10 +189,13 @@ class Gymnasium:
     def __init__(
         self, num_envs: int, device: str, stagger: bool, env_id: str, **kwargs: Any
     ) -> None:
+        import gymnasium as gym
+        from gymnasium.wrappers import FlattenObservation, RescaleAction
+
         def wrap(env: gym.Env) -> gym.Env:
             return RescaleAction(FlattenObservation(env), -1, 1)
 
-        kwargs["vector_kwargs"] = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        kwargs["vector_kwargs"] = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
         self.envs = gym.make_vec(env_id, num_envs, "sync", wrappers=[wrap], **kwargs)
         self.obs_size = self.envs.single_observation_space.shape[0]
         self.action_size = self.envs.single_action_space.shape[0]
