@@ -6,18 +6,21 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
+from gymnasium.vector.utils import concatenate, create_empty_array
 from helpers import only_run, scalars, trained
 
 import ppo
+from variants import fast_envs
 
 VECTOR = "vector_entry_point"
 NEEDS_ENVPOOL = pytest.mark.skipif(not find_spec("envpool"), reason="needs pip install envpool")
 SOURCES = ["Arrays", pytest.param("EnvPool", marks=NEEDS_ENVPOOL)]
 
 
-def make(name: str, num_envs: int, **kwargs: Any) -> gym.vector.VectorEnv:
+def make(env_id: str, num_envs: int, **kwargs: Any) -> gym.vector.VectorEnv:
     """The vector environment of this name."""
-    return gym.make_vec(f"variants.fast_envs:{name}", num_envs, VECTOR, **kwargs)
+    return gym.make_vec(f"variants.fast_envs:{env_id}", num_envs, VECTOR, **kwargs)
 
 
 @pytest.mark.parametrize("limit", [500, 10])
@@ -121,3 +124,24 @@ def test_trains(source: str) -> None:
     args.capture_video = True
     assert 1 <= ppo.evaluate(args, only_run()) <= 500
     assert [*only_run().rglob("*.mp4")]
+
+
+def test_flatten() -> None:
+    """Rows of observations become what gymnasium makes of each."""
+    parts = {"box": Box(-1, 1, (2, 2)), "one": Discrete(5, start=2)}
+    space = Dict(parts | {"more": Dict({"bits": MultiBinary(3), "number": Box(0, 9, ())})})
+    rows = [space.sample() for _ in range(4)]
+    batch = concatenate(space, rows, create_empty_array(space, 4))
+    expected = [gym.spaces.flatten(space, x) for x in rows]
+    np.testing.assert_array_equal(fast_envs.flatten(space, batch), expected)
+
+
+@NEEDS_ENVPOOL
+def test_another_id() -> None:
+    """What gymnasium doesn't have is named by a keyword, and has EnvPool's limit."""
+    envs = make("EnvPool-v0", 4, name="CartpoleBalance-v1", stagger=False)
+    first, _ = envs.reset(seed=1)
+    ends = [envs.step(envs.action_space.sample())[3] for _ in range(1000)]
+    assert first.shape == (4, 5) and np.flatnonzero(np.any(ends, 1)).tolist() == [999]
+    with pytest.raises(gym.error.Error, match="Pong-v5 has images"):
+        make("EnvPool-v0", 4, name="Pong-v5")
