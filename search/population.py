@@ -2,7 +2,7 @@
 Training (arXiv:1711.09846), by Ray Tune: pip install "ray[tune]"
 
     python search/population.py ppo_continuous.py --env-id LunarLanderContinuous-v3
-    python search/population.py ppo.py --address auto    # on a Ray cluster that shares the folder
+    python search/population.py ppo.py --address auto --folder shared    # on a Ray cluster
 
 Edit `MUTATIONS`. Members, with the logs of their runs, and the best one are in the folder. The same
 command goes on with a population that was stopped or killed. At an exchange all members begin new

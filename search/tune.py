@@ -1,7 +1,7 @@
 """Search hyper-parameters of a script with Optuna 5: pip install optuna matplotlib
 
     python search/tune.py ppo.py --env-id Acrobot-v1 --total-timesteps 100000
-    python search/tune.py ppo.py --env-id CartPole-v1 --total-timesteps 100000 --goal 475
+    python search/tune.py ppo.py --env-id CartPole-v1 --goal 475 --folder tune-goal
 
 Edit `suggest`. A trial trains with all seeds, and is pruned where it is worse than half of those
 before. The best command is printed; study, plots, logs and runs are in the folder. The same command

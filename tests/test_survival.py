@@ -254,7 +254,7 @@ ERRORS = [
     *(
         (name, SPACES % (kind, continuous), told)
         for name, continuous in (("ppo", "false"), ("ppo_continuous", "true"))
-        for kind, told in (("image", "recipes/images.diff"), ("sequence", "Seq"), ("graph", "Gra"))
+        for kind, told in (("image", "docs/environments.md"), ("sequence", "Seq"), ("graph", "Gra"))
     ),
     ("ppo", "--vectorization vector_entry_point", "doesn't reset in the same step"),
     ("ppo", "--total-timesteps 0", "nothing to train after global_step=0"),

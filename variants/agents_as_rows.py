@@ -59,7 +59,7 @@ class AgentsAsRows(VectorEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         seeds = [None if seed is None else seed + i for i in range(len(self.games))]
-        resets = [game.reset(seed) for game, seed in zip(self.games, seeds, strict=True)]
+        resets = [game.reset(seed=seed) for game, seed in zip(self.games, seeds, strict=True)]
         return np.concatenate([self.rows(obs) for obs, _ in resets]), {}
 
     def step(self, actions: np.ndarray) -> tuple:

@@ -150,7 +150,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     def wrap(env: gym.Env) -> gym.Env:
         space = env.observation_space
         if not space.is_np_flattenable or gym.spaces.flatdim(space) > 2000:
-            raise UsageError(f"too large, or no vector: {space}; for images: recipes/images.diff")
+            raise UsageError(f"too large, or no vector: {space}; for images: docs/environments.md")
         if videos:  # at most 3000 frames of each episode, as they are kept in memory
             env = RecordVideo(env, videos, lambda i: i < args.eval_episodes, video_length=3000)
         if args.stagger and num_envs > 1:
@@ -177,11 +177,14 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         kwargs["vector_kwargs"] = {"autoreset_mode": AutoresetMode.SAME_STEP}
     envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
-        raise UsageError(f"{args.env_id} doesn't reset in the same step: {envs.metadata}")
+        raise UsageError(f"{args.env_id} doesn't reset in the same step: see docs/environments.md")
     space = envs.single_action_space
     is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
     if not is_vector or not space.is_bounded() or space.dtype.kind != "f":
-        raise UsageError(f"{args.env_id} has actions {space}, not a vector of floats within bounds")
+        raise UsageError(
+            f"{args.env_id} has actions {space}, not a vector of floats within bounds: "
+            "see docs/environments.md"
+        )
     # The policy's -1 .. 1 are the bounds; what is beyond is clipped for the environment only, as
     # the sample itself is what has the probability that is learned (detail 27).
     center = (space.low + space.high) / 2

@@ -125,7 +125,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     def wrap(env: gym.Env) -> gym.Env:
         space = env.observation_space
         if not space.is_np_flattenable or gym.spaces.flatdim(space) > 2000:
-            raise UsageError(f"too large, or no vector: {space}; for images: recipes/images.diff")
+            raise UsageError(f"too large, or no vector: {space}; for images: docs/environments.md")
         if videos:  # at most 3000 frames of each episode, as they are kept in memory
             env = RecordVideo(env, videos, lambda i: i < args.eval_episodes, video_length=3000)
         if args.mask_velocity:
@@ -144,7 +144,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         kwargs["vector_kwargs"] = {"autoreset_mode": AutoresetMode.SAME_STEP}
     envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
-        raise UsageError(f"{args.env_id} doesn't reset in the same step: {envs.metadata}")
+        raise UsageError(f"{args.env_id} doesn't reset in the same step: see docs/environments.md")
     space = envs.single_action_space
     if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
         raise UsageError(
