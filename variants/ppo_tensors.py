@@ -376,7 +376,8 @@ def train(args: Args, report: Callable | None = None) -> float:
             actions[t] = agent.act(obs[t], rng)
             with torch.no_grad():  # a simulator may be differentiable
                 step = envs.step(actions[t].clamp(-1, 1))
-            assert all(x.shape == shape[1:] for x in step[1:4]), "not (num_envs,) each"
+            for x in step[1:4]:  # rewards, terminations, truncations
+                assert x.shape == shape[1:], f"{tuple(x.shape)} isn't {shape[1:]}, (num_envs,)"
             next_obs, rewards[t], terminations[t], truncations[t], final_obs = step
             done = terminations[t] | truncations[t]
             real_next_obs[t] = torch.where(done[:, None], final_obs, next_obs)
