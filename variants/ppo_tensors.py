@@ -390,7 +390,7 @@ def train(args: Args, report: Callable | None = None) -> float:
             episode_length *= ~done
         not_done = 1.0 - (terminations | truncations).float()
         global_step += batch_size
-        for name, x in (("observations", obs), ("last ones", real_next_obs), ("rewards", rewards)):
+        for name, x in (("observations", obs), ("final_obs", real_next_obs), ("rewards", rewards)):
             if not x.abs().max() < 1e15:  # false for nan; squares must not overflow
                 raise FloatingPointError(f"nan, infinite or huge {name} before {global_step=}")
 
