@@ -239,7 +239,7 @@ CHOICES = '--env-id probe_envs:Choices-v0 --env-kwargs \'{"kind": "%s"}\''
 SPACES = '--env-id probe_envs:Spaces-v0 --env-kwargs \'{"kind": "%s", "continuous": %s}\''
 ERRORS = [
     ("ppo", "--env-id CartPol-v1", "`CartPole`"),
-    ("ppo", "--env-id CartPole-v7", "`v1`"),
+    ("ppo", "--env-id Mine/CartPole-v7", "--env-id PACKAGE:ID"),
     ("ppo_atari", "--env-id ALE/Pongg-v5", "`Pong`"),
     ("ppo", "--env-id Pendulum-v1", "ppo_continuous.py for a Box of real numbers"),
     ("ppo", CHOICES % "integers", "ppo_continuous.py for a Box of real numbers"),

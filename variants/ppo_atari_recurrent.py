@@ -162,17 +162,20 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
         raise UsageError(f"{args.env_id} isn't one of ALE's games, like ALE/Breakout-v5")
     # ALE skips 4 frames and takes the maximum of the last two (detail 15), scales, greys and stacks
     # the screens (18, 20), and presses fire and no-ops after a reset (17, 14).
-    envs = gym.make_vec(
-        args.env_id,
-        num_envs,
-        "vector_entry_point",
-        autoreset_mode=AutoresetMode.SAME_STEP,
-        repeat_action_probability=args.repeat_action_probability,
-        stack_num=args.num_screens,
-        reward_clipping=False,
-        episodic_life=False,
-        **json.loads(args.env_kwargs),
-    )
+    try:
+        envs = gym.make_vec(
+            args.env_id,
+            num_envs,
+            "vector_entry_point",
+            autoreset_mode=AutoresetMode.SAME_STEP,
+            repeat_action_probability=args.repeat_action_probability,
+            stack_num=args.num_screens,
+            reward_clipping=False,
+            episodic_life=False,
+            **json.loads(args.env_kwargs),
+        )
+    except gym.error.UnregisteredEnv as error:
+        raise UsageError(f"{error}") from None
     envs = RecordEpisodeStatistics(envs, stats_key="episode_stats")  # of games, not of lives
     if videos:  # at most 10,000 steps of each game, as they are kept in memory
         envs = RecordVideo(
@@ -363,7 +366,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
     envs.close()
     if not returns:
         return np.nan
-    mean = float(np.mean(returns))
+    mean = np.mean(returns)
     tqdm.write(f"evaluated at {mean:.1f} +- {np.std(returns):.1f} over {len(returns)} episodes")
     return mean
 
@@ -546,6 +549,6 @@ if __name__ == "__main__":
             evaluate(args, args.evaluate)
         else:
             train(args)
-    except (UsageError, gym.error.UnregisteredEnv) as error:
+    except UsageError as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)

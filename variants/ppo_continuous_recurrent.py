@@ -175,7 +175,10 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     if mode != "vector_entry_point":
         kwargs["wrappers"] = [wrap]
         kwargs["vector_kwargs"] = {"autoreset_mode": AutoresetMode.SAME_STEP}
-    envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
+    try:
+        envs = gym.make_vec(args.env_id, num_envs, mode, **kwargs)
+    except gym.error.UnregisteredEnv as error:
+        raise UsageError(f"{error} (Is its package imported? --env-id PACKAGE:ID)") from None
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         raise UsageError(f"{args.env_id} doesn't reset in the same step: see docs/environments.md")
     space = envs.single_action_space
@@ -406,7 +409,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
     envs.close()
     if not returns:
         return np.nan
-    mean = float(np.mean(returns))
+    mean = np.mean(returns)
     tqdm.write(f"evaluated at {mean:.1f} +- {np.std(returns):.1f} over {len(returns)} episodes")
     return mean
 
@@ -603,6 +606,6 @@ if __name__ == "__main__":
             evaluate(args, args.evaluate)
         else:
             train(args)
-    except (UsageError, gym.error.UnregisteredEnv) as error:
+    except UsageError as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)
