@@ -30,9 +30,7 @@ def curves_of(run: Run, seeds: range) -> tuple[np.ndarray, np.ndarray]:
 
 def draw_curves() -> None:
     """One small plot a task, with the greedy evaluations as dots, published figures as lines."""
-    runs = {
-        x: seeds for x, seeds in runs_of("classic", "compare").items() if len(rows_of(x, seeds))
-    }
+    runs = {x: seeds for x, seeds in runs_of("classic", "main").items() if len(rows_of(x, seeds))}
     legend = {}
     rows = -(-len(runs) // 5)
     figure, axes = plt.subplots(rows, 5, figsize=(14, 2.2 * rows + 0.8), layout="constrained")

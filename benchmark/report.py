@@ -49,11 +49,6 @@ EVERYTHING = [*FIGURES, "best", "minutes", "commit", "CleanRL, training", "Tians
 SOLVED = ["solved after (seeds)", "by CleanRL after (seeds)"]
 SHORT = ["steps", "seeds", "training", "greedy", "CleanRL, training", *SOLVED]
 PEERS = ["CleanRL", "LeanRL", "Stable-Baselines3"]
-VERSION_2 = {  # its flags of the runs that version 3 is compared with
-    "ppo.py": "",
-    "ppo_continuous.py": "--compile --eval-checkpoints",
-    "ppo_atari.py": "--bf16 --total-timesteps 500000",
-}
 
 
 @cache
@@ -146,22 +141,6 @@ def ablation(name: str) -> str:
     return table([*lines.values()])
 
 
-def versions() -> str:
-    """Version 3 beside 2 at the defaults, on the seeds that are on file of both."""
-    lines = []
-    for run, seeds in runs_of("classic", "compare", "pong").items():
-        before = run._replace(flags=VERSION_2[run.script])
-        new, old = rows_of(run, seeds), rows_of(before, seeds, "runs-2.csv")
-        pair = {3: new[new.seed.isin(old.seed)], 2: old[old.seed.isin(new.seed)]}
-        if len(pair[3]):
-            line = {"environment": run.env_id}
-            line |= {f"steps, {x}": f"{rows.steps.iloc[0]:,}" for x, rows in pair.items()}
-            for key, name in {"score": "training", "greedy": "greedy"}.items():
-                line |= {f"{name}, {x}": mean_and_spread(y[key]) for x, y in pair.items()}
-            lines.append(line)
-    return table(lines)
-
-
 def ratio(rows: pd.DataFrame, peer: pd.DataFrame) -> str:
     """How many times as fast as a peer: median of the rounds' ratios, and their range."""
     found = (rows.set_index("round").steps_per_s / peer.set_index("round").steps_per_s).dropna()
@@ -200,17 +179,6 @@ def solved() -> str:
         line = lines.setdefault(case, {"": case, "solved at": f"{goal:g}"})
         line[who] = seconds(case, who)
     return table([*lines.values()])
-
-
-def before() -> str:
-    """Steps a second of version 3 and of version 2, which took turns."""
-    frame, lines = load("speed.csv"), []
-    for case, rows in frame[frame.table == "before"].groupby("case", sort=False):
-        old, new = (rows[rows.who == who] for who in ("before", "now"))
-        speeds = {"version 2": old, "version 3": new}
-        line = {"": case} | {k: f"{x.steps_per_s.median():,.0f}" for k, x in speeds.items()}
-        lines.append(line | {"ratio": ratio(new, old)})
-    return table(lines)
 
 
 def tensors() -> str:
@@ -257,17 +225,17 @@ def searches() -> str:
 
 
 TABLES = {
-    "main-short": lambda: results(["classic", "compare"], *SHORT),
-    "main": lambda: results(["classic", "compare", "main"], *EVERYTHING),
+    "main-short": lambda: results(["classic", "main"], *SHORT),
+    "main": lambda: results(["classic", "main"], *EVERYTHING),
     "ablation": lambda: ablation("ablation"),
     "held-out": lambda: results(["held-out"], *EVERYTHING[:-1]),
     "sparse": lambda: results(["sparse"], *FIGURES, "minutes", "commit"),
     "experiments": lambda: results(["experiments"], *FIGURES, "minutes", "commit"),
+    "drift": lambda: results(["drift"], *FIGURES, "commit"),
+    "cleanrl": lambda: results(["cleanrl"], *FIGURES[:5], "minutes"),
     "memory": lambda: results(["memory"], *FIGURES, "minutes", "commit"),
-    "versions": versions,
     "speed": speeds,
     "solved": solved,
-    "before": before,
     "tensors": tensors,
     "sources": sources,
     "gpu": gpu,

@@ -8,6 +8,9 @@ benchmark/results/runs.csv. Its learning curve goes to curves.csv: the mean retu
 of the steps, in which iterations count alike, however many episodes ended in them. What is on file
 is not run again, and what was stopped on the way goes on from its checkpoint in runs/benchmark. The
 wall-clock time, from the first event on, means little where several jobs share a machine.
+
+The table `cleanrl` trains CleanRL's own scripts, in a folder that speed.py says how to make. Their
+events are episodes.
 """
 
 import csv
@@ -19,12 +22,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
@@ -51,6 +55,7 @@ class Args:
     table: tyro.conf.Positional[str]  # of runs.toml
     only: list[str] = field(default_factory=list)  # environments; all if none is named
     jobs: int = 1  # runs at once
+    cleanrl: Path = Path("/tmp/cleanrl")  # the folder of CleanRL's
 
 
 class Run(NamedTuple):
@@ -145,6 +150,38 @@ def curve(returns: list[ScalarEvent], steps: int) -> Iterator[dict[str, float]]:
             yield {"step": round((i + 1) * part), "return": round(float(np.mean(values)), 2)}
 
 
+def record(row: dict, returns: list[ScalarEvent], origin: dict[str, str]) -> None:
+    """Append a run's row, and its learning curve."""
+    key = {x: row[x] for x in (*Run._fields, "seed")}
+    points = curve(returns, row["steps"])
+    with LOCK:
+        append("runs.csv", [row | origin])
+        append("curves.csv", [key | point for point in points])
+
+
+def train_peer(run: Run, seed: int, root: Path) -> None:
+    """Run CleanRL's script from the start, and record its training."""
+    repository, origin = root.resolve() / "repo", provenance()
+    flags = f"--env-id {run.env_id} --seed {seed} {run.flags}".strip()
+    words = [repository.parent / "venv/bin/python", repository / run.script, *flags.split()]
+    version_command = ["git", "-C", repository, "rev-parse", "--short=10", "HEAD"]
+    commit = subprocess.run(version_command, capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([*words, "--no-cuda"], cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{words} failed:\n{done.stderr}")
+        events = events_of(next(Path(folder).glob("runs/*")))
+    returns, speeds = (events.Scalars(f"charts/{x}") for x in ("episodic_return", "SPS"))
+    last_returns = [x.value for x in returns[-100:]]
+    row = run._asdict() | {"seed": seed, "score": round(float(np.mean(last_returns)), 3)}
+    row |= {"episodes": len(last_returns), "steps": speeds[-1].step}
+    row |= {"greedy": "", "greedy_std": "", "evaluations": ""}  # it has none
+    row["wall_clock_s"] = round(speeds[-1].wall_time - events.FirstEventTimestamp(), 1)
+    row["command"] = f"python {run.script} {flags} --no-cuda"
+    print(f"{row['command']}: {row['score']}", flush=True)
+    record(row, returns, origin | {"commit": f"CleanRL {commit.strip()}", "gymnasium": "0.29.1"})
+
+
 def train(run: Run, seed: int) -> None:
     """Run a script or a recipe in a folder of its own, or go on there, and record it."""
     recipe = ROOT / run.script if run.script.endswith(".diff") else None
@@ -186,10 +223,7 @@ def train(run: Run, seed: int) -> None:
     row["wall_clock_s"] = round(gaps[gaps < 600].sum(), 1)  # without long pauses
     settings = "".join(f"PYTHONPATH={path} " for path in paths)
     row["command"] = command.replace("python ", f"{settings}python ", 1)
-    points = curve(returns, steps)
-    with LOCK:
-        append("runs.csv", [row | provenance()])
-        append("curves.csv", [run._asdict() | {"seed": seed} | point for point in points])
+    record(row, returns, provenance())
     shutil.rmtree(folder)
 
 
@@ -203,8 +237,9 @@ def main(args: Args) -> None:
         if not args.only or run.env_id in args.only
         if (*run, str(seed)) not in recorded
     ]
+    work = partial(train_peer, root=args.cleanrl) if args.table == "cleanrl" else train
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(train, *zip(*sorted(jobs, key=lambda job: job[1]), strict=True)))
+        list(pool.map(work, *zip(*sorted(jobs, key=lambda job: job[1]), strict=True)))
 
 
 if __name__ == "__main__":

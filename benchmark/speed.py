@@ -1,9 +1,8 @@
-"""Time the scripts: beside others, beside their own past, by number and source of environments.
+"""Time the scripts: beside others, by number and source of environments.
 
     pip install -r benchmark/requirements.txt envpool==1.2.5
     python benchmark/speed.py peers --sb3 /tmp/sb3 --cleanrl /tmp/cleanrl --leanrl /tmp/leanrl
     python benchmark/speed.py solved --cleanrl /tmp/cleanrl --rounds 3 --limit 400
-    git worktree add /tmp/before 5d58015 && python benchmark/speed.py before --folder /tmp/before
     python benchmark/speed.py sources
     python benchmark/speed.py slow
     python benchmark/speed.py gpu
@@ -119,27 +118,6 @@ PEERS = {  # case: our script, its runs, Stable-Baselines3's steps, CleanRL's sc
         "ppo_atari.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 8192",
     ),
 }
-NO_RECOMPUTING = "--no-recompute-advantages"
-BEFORE = {  # case: our script, its flags in version 2, and now
-    "CartPole-v1": (
-        CARTPOLE,
-        "--total-timesteps 102400",
-        f"{CLEANRL} --total-timesteps 102400",
-    ),
-    "CartPole-v1, defaults": (CARTPOLE, f"{LIKE_PPO} --total-timesteps 100000", ""),
-    "HalfCheetah-v5": (
-        f"{HALFCHEETAH} --total-timesteps 24576",
-        CANONICAL.replace("--log-std-max 20", NO_RECOMPUTING),
-        CANONICAL,
-    ),
-    "HalfCheetah-v5, defaults": (
-        f"{HALFCHEETAH} {NO_KL} --total-timesteps 65536",
-        NO_RECOMPUTING,
-        "",
-    ),
-    "CartPole-v1 without velocities": (MEMORY, "", ""),
-    "ALE/Breakout-v5": (BREAKOUT, "", ""),
-}
 LANDER = f"ppo.py --env-id LunarLander-v3 {LISTS['settings']['lunar_lander']}"
 CAR = f"ppo.py --env-id MountainCar-v0 {LISTS['settings']['mountain_car']}"
 SOLVED = {  # task: the return that solves it, our script, and CleanRL's at its own defaults
@@ -194,19 +172,18 @@ Timed = Callable[[], dict[str, float]]  # a run, which returns its figures
 class Args:
     """Measure speed."""
 
-    table: tyro.conf.Positional[Literal["peers", "before", "solved", "sources", "slow", "gpu"]]
+    table: tyro.conf.Positional[Literal["peers", "solved", "sources", "slow", "gpu"]]
     only: str = ""  # cases whose name begins with this
     rounds: int = 5  # alternations, with a seed each in "solved"; the median counts
     sb3: Path | None = None  # the virtual environment of Stable-Baselines3
     cleanrl: Path | None = None  # the folder of CleanRL's
     limit: float = math.inf  # seconds after which a run of "solved" is given up
     leanrl: Path | None = None  # the folder of LeanRL's
-    folder: Path | None = None  # where the version to compare with lies
 
 
-def ours(command: str, scripts: Path = ROOT) -> dict[str, float]:
+def ours(command: str) -> dict[str, float]:
     """Run a script in an empty folder: its speed, its first iteration and its peak memory."""
-    words = [sys.executable, *f"{scripts}/{command} --eval-episodes 0".split()]
+    words = [sys.executable, *f"{ROOT}/{command} --eval-episodes 0".split()]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silence:
         process = subprocess.Popen(
@@ -267,18 +244,6 @@ def peers(args: Args) -> dict[str, dict[str, Timed]]:
         for flags in variants:
             runs[label(command.split()[0], flags)] = partial(ours, f"{command} {flags}")
     return cases
-
-
-def before(args: Args) -> dict[str, dict[str, Timed]]:
-    """The scripts beside those of version 2."""
-    return {
-        f"{case}, {label(command.split()[0], flag)}": {
-            "before": partial(ours, f"{command} {old} {flag}", args.folder.absolute()),
-            "now": partial(ours, f"{command} {new} {flag}"),
-        }
-        for case, (command, old, new) in BEFORE.items()
-        for flag in ("", "--compile")
-    }
 
 
 def until(goal: float, words: list[str], limit: float) -> dict[str, float | str]:
@@ -419,7 +384,7 @@ def main(args: Args) -> None:
     """Measure a table."""
     if args.table == "solved":
         return solved(args)
-    tables = {"peers": peers, "before": before, "sources": sources, "slow": slow, "gpu": gpu}
+    tables = {"peers": peers, "sources": sources, "slow": slow, "gpu": gpu}
     for case, runs in tables[args.table](args).items():
         if case.startswith(args.only):
             alternate(args.table, case, runs, args.rounds)
