@@ -8,6 +8,7 @@ interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
 """
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -16,10 +17,9 @@ from rliable import library, metrics, plot_utils
 from run import RESULTS, Run, runs_of
 
 RESAMPLES = 2000
-LINES = {"CleanRL": "CleanRL, in training", "Tianshou": "Tianshou, greedy, best evaluation"}
 
 
-def curves_of(run: Run, seeds: range) -> tuple[np.ndarray, np.ndarray]:
+def curves_of(run: Run, seeds: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
     """Steps, (parts,), and each seed's mean return before them, (seeds, parts).
 
     Where no episode ended in a part, it is that of the part before; nan at the beginning.
@@ -28,29 +28,46 @@ def curves_of(run: Run, seeds: range) -> tuple[np.ndarray, np.ndarray]:
     return parts.columns.to_numpy(), parts.ffill(axis=1).to_numpy()
 
 
+def mean_of(name: str, returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over the seeds, (parts,), and its bootstrap interval, (2, parts), of (seeds, parts)."""
+    np.random.seed(0)  # rliable draws from NumPy's global generator
+    mean, interval = library.get_interval_estimates(
+        {name: returns[:, None, :]},  # seeds, tasks, steps
+        lambda x: x.mean((0, 1)),
+        reps=RESAMPLES,
+    )
+    return mean[name], interval[name]
+
+
+def task(run: Run) -> str:
+    """The name of an environment without its version, which CleanRL has others of."""
+    return run.env_id.rsplit("-v", 1)[0]
+
+
 def draw_curves() -> None:
-    """One small plot a task, with the greedy evaluations as dots, published figures as lines."""
+    """One small plot a task, with CleanRL's own script, and our greedy evaluations as dots."""
     runs = {x: seeds for x, seeds in runs_of("classic", "main").items() if len(rows_of(x, seeds))}
+    peers = {task(x): (x, seeds) for x, seeds in runs_of("cleanrl").items()}
     legend = {}
     rows = -(-len(runs) // 5)
     figure, axes = plt.subplots(rows, 5, figsize=(14, 2.2 * rows + 0.8), layout="constrained")
     for axis, (run, seeds) in zip(axes.flat, runs.items(), strict=False):
-        steps, returns = curves_of(run, seeds)
-        np.random.seed(0)  # rliable draws from NumPy's global generator
-        mean, interval = library.get_interval_estimates(
-            {run: returns[:, None, :]},  # seeds, tasks, steps
-            lambda x: x.mean((0, 1)),
-            reps=RESAMPLES,
-        )
-        axis.plot(steps / 1e6, mean[run], color="tab:blue", label="ours, in training")
-        axis.fill_between(steps / 1e6, *interval[run], alpha=0.25, linewidth=0)
-        greedy = rows_of(run, seeds).greedy.mean()
-        axis.plot(steps[-1] / 1e6, greedy, "o", color="tab:blue", label="ours, greedy, at the end")
-        for style, (who, figures) in zip((":", "--"), PUBLISHED.items(), strict=True):
-            if run.env_id in figures:
-                level = figures[run.env_id][0]
-                axis.axhline(level, color="gray", linestyle=style, label=LINES[who])
-        count = f"{len(returns)} seeds" if len(returns) > 1 else "one seed"
+        drawn = {"ours, in training": (run, seeds, "tab:blue")}
+        if task(run) in peers and len(rows_of(*peers[task(run)])):
+            drawn["CleanRL's script, in training"] = (*peers[task(run)], "tab:orange")
+        for name, (one, its_seeds, color) in drawn.items():
+            steps, returns = curves_of(one, its_seeds)
+            mean, interval = mean_of(name, returns)
+            axis.plot(steps / 1e6, mean, color=color, label=name)
+            axis.fill_between(steps / 1e6, *interval, color=color, alpha=0.25, linewidth=0)
+        row = rows_of(run, seeds)
+        end = row.steps.iloc[0] / 1e6
+        axis.plot(end, row.greedy.mean(), "o", color="tab:blue", label="ours, greedy, at the end")
+        figures = PUBLISHED["Tianshou"]
+        if run.env_id in figures:
+            label = "Tianshou, greedy, best evaluation"
+            axis.axhline(figures[run.env_id][0], color="gray", linestyle="--", label=label)
+        count = f"{len(row)} seeds" if len(row) > 1 else "one seed"
         axis.set_title(f"{run.env_id}, {count}", fontsize=10)
         axis.tick_params(labelsize=8)
         legend |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
@@ -63,24 +80,21 @@ def draw_curves() -> None:
 
 
 def draw_intervals() -> None:
-    """Median, interquartile mean and mean of what greedy policies reach: the defaults', and those
-    of recipes/bound_cost.diff.
+    """Median, interquartile mean and mean of what greedy policies reach, on the seeds of all tasks.
 
     0 is the mean return of the first episodes in training, 1 is Tianshou's figure.
     """
+    runs = {x: y for x, y in runs_of("main").items() if x.env_id in PUBLISHED["Tianshou"]}
+    common = set.intersection(*(set(rows_of(*x).seed) for x in runs.items()))
+    if len(common) < 2:
+        return  # nothing to compare
     columns = defaultdict(list)
-    for run, seeds in runs_of("main").items():
-        if run.env_id in PUBLISHED["Tianshou"] and len(rows_of(run, seeds)) == len(seeds):
-            _, returns = curves_of(run, seeds)
-            low = np.mean([x[np.isfinite(x)][0] for x in returns])  # however late
-            high, rows = PUBLISHED["Tianshou"][run.env_id][0], rows_of(run, seeds)
-            for name, reached in {"at the end": rows.greedy, "best evaluation": best(rows)}.items():
-                columns[name].append((reached.to_numpy() - low) / (high - low))
-            recipe = run._replace(script="recipes/bound_cost.diff")
-            rows = rows_of(recipe, runs_of("experiments")[recipe])
-            columns["bound_cost.diff"].append((rows.greedy.to_numpy() - low) / (high - low))
-    if not columns:
-        return  # no task has all of its seeds
+    for run in runs:
+        _, returns = curves_of(run, common)
+        low = np.mean([x[np.isfinite(x)][0] for x in returns])  # however late
+        high, rows = PUBLISHED["Tianshou"][run.env_id][0], rows_of(run, common)
+        for name, reached in {"at the end": rows.greedy, "best evaluation": best(rows)}.items():
+            columns[name].append((reached.to_numpy() - low) / (high - low))
     scores = {name: np.array(column).T for name, column in columns.items()}  # seeds, tasks
     kinds = {"Median": metrics.aggregate_median, "IQM": metrics.aggregate_iqm}
     kinds |= {"Mean": metrics.aggregate_mean}
@@ -90,13 +104,13 @@ def draw_intervals() -> None:
     )
     for name in scores:
         for kind, point, low, high in zip(kinds, points[name], *intervals[name], strict=True):
-            print(f"{name}, {kind}: {point:.2f} [{low:.2f}, {high:.2f}]")
+            print(f"{name}, {kind}: {point:.2f} [{low:.2f}, {high:.2f}], {len(common)} seeds")
     figure, _ = plot_utils.plot_interval_estimates(
         points,
         intervals,
         metric_names=list(kinds),
         algorithms=list(scores),
-        colors=dict(zip(scores, ("tab:blue", "tab:green", "tab:gray"), strict=True)),
+        colors=dict(zip(scores, ("tab:blue", "tab:green"), strict=True)),
         xlabel="greedy return, in units of Tianshou's",
         xlabel_y_coordinate=-0.75,
     )

@@ -6,7 +6,7 @@ A table stands below `<!-- table: NAME -->`; `TABLES` has the names.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 
 import numpy as np
@@ -57,7 +57,7 @@ def load(name: str) -> pd.DataFrame:
     return pd.read_csv(RESULTS / name).fillna({"flags": ""})
 
 
-def rows_of(run: Run, seeds: range, name: str = "runs.csv") -> pd.DataFrame:
+def rows_of(run: Run, seeds: Collection[int], name: str = "runs.csv") -> pd.DataFrame:
     """What a results file has of a run's seeds."""
     frame = load(name)
     return frame[(frame[[*Run._fields]] == run).all(axis=1) & frame.seed.isin(seeds)]
@@ -226,7 +226,7 @@ def searches() -> str:
 
 TABLES = {
     "main-short": lambda: results(["classic", "main"], *SHORT),
-    "main": lambda: results(["classic", "main"], *EVERYTHING),
+    "main": lambda: results(["classic", "main", "atari-hour"], *EVERYTHING),
     "ablation": lambda: ablation("ablation"),
     "held-out": lambda: results(["held-out"], *EVERYTHING[:-1]),
     "sparse": lambda: results(["sparse"], *FIGURES, "minutes", "commit"),

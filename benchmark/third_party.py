@@ -29,7 +29,7 @@ def flatten(name: str, **kwargs: Any) -> gym.Env:
 class PointMass(gym.Env):
     """Acceleration moves a mass in a plane without bounds; its squared distance from 0 is the cost.
 
-    Doing nothing has a return of -117, -2 times the position less 2.5 times the speed -4.4.
+    Doing nothing has a return of -125; -2 times the position less 2.5 times the speed has -4.8.
     """
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
