@@ -206,10 +206,10 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, (B, num_actions), and values, (B,), of bytes, (B, 4, 84, 84)."""
-        obs = obs.to(torch.float32, memory_format=torch.channels_last) / 255  # detail 22
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        obs = obs.contiguous(memory_format=torch.channels_last).to(dtype) / 255  # detail 22
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            features = self.network(obs)
-        features = features.float()
+            features = self.network(obs).float()
         return self.actor(features), self.critic(features).squeeze(-1)
 
     def get_value(self, obs: Tensor) -> Tensor:

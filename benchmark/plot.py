@@ -7,12 +7,11 @@ of 95%; intervals.png the interquartile mean over the MuJoCo tasks, with a strat
 interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
 """
 
-from collections import defaultdict
 from collections.abc import Collection
 
 import matplotlib.pyplot as plt
 import numpy as np
-from report import PUBLISHED, best, rows_of
+from report import PUBLISHED, rows_of
 from rliable import library, metrics, plot_utils
 from run import RESULTS, Run, runs_of
 
@@ -88,29 +87,28 @@ def draw_intervals() -> None:
     common = set.intersection(*(set(rows_of(*x).seed) for x in runs.items()))
     if len(common) < 2:
         return  # nothing to compare
-    columns = defaultdict(list)
+    columns = []
     for run in runs:
         _, returns = curves_of(run, common)
         low = np.mean([x[np.isfinite(x)][0] for x in returns])  # however late
         high, rows = PUBLISHED["Tianshou"][run.env_id][0], rows_of(run, common)
-        for name, reached in {"at the end": rows.greedy, "best evaluation": best(rows)}.items():
-            columns[name].append((reached.to_numpy() - low) / (high - low))
-    scores = {name: np.array(column).T for name, column in columns.items()}  # seeds, tasks
+        columns.append((rows.greedy.to_numpy() - low) / (high - low))
+    name = f"{len(common)} seeds"
+    scores = {name: np.array(columns).T}  # seeds, tasks
     kinds = {"Median": metrics.aggregate_median, "IQM": metrics.aggregate_iqm}
     kinds |= {"Mean": metrics.aggregate_mean}
     np.random.seed(0)  # rliable draws from NumPy's global generator
     points, intervals = library.get_interval_estimates(
         scores, lambda x: np.array([kind(x) for kind in kinds.values()]), reps=RESAMPLES
     )
-    for name in scores:
-        for kind, point, low, high in zip(kinds, points[name], *intervals[name], strict=True):
-            print(f"{name}, {kind}: {point:.2f} [{low:.2f}, {high:.2f}], {len(common)} seeds")
+    for kind, point, low, high in zip(kinds, points[name], *intervals[name], strict=True):
+        print(f"{kind}: {point:.2f} [{low:.2f}, {high:.2f}], {name}")
     figure, _ = plot_utils.plot_interval_estimates(
         points,
         intervals,
         metric_names=list(kinds),
         algorithms=list(scores),
-        colors=dict(zip(scores, ("tab:blue", "tab:green"), strict=True)),
+        colors={name: "tab:blue"},
         xlabel="greedy return, in units of Tianshou's",
         xlabel_y_coordinate=-0.75,
     )

@@ -224,7 +224,8 @@ class Agent(nn.Module):
 
     def encode(self, obs: Tensor) -> Tensor:
         """What the CNN sees, (B, 512), in bytes, (B, C, 84, 84)."""
-        obs = obs.to(torch.float32, memory_format=torch.channels_last) / 255  # detail 22
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        obs = obs.contiguous(memory_format=torch.channels_last).to(dtype) / 255  # detail 22
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             seen = self.network(obs)
         return seen.float()
