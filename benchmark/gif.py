@@ -5,7 +5,8 @@
         --env-kwargs '{"camera_name": "track", "width": 360, "height": 240}'
     python benchmark/gif.py runs/NAME/videos-*/*.mp4 benchmark/results/cheetah.gif --seconds 3
 
-lander.gif: `ppo.py --env-id LunarLander-v3 --total-timesteps 500000 --compile --seed 2`, 6 seconds.
+lander.gif: `ppo.py --env-id LunarLander-v3 --total-timesteps 500000 --compile --seed 2`, 6 seconds;
+humanoid.gif: `ppo_continuous.py --env-id Humanoid-v5 --compile --seed 35`, 3 seconds.
 """
 
 from dataclasses import dataclass

@@ -45,9 +45,10 @@ PUBLISHED = {
     },
 }
 FIGURES = ["command", "steps", "seeds", "training", "lowest .. highest", "greedy"]
-EVERYTHING = [*FIGURES, "best", "minutes", "commit", "CleanRL, training", "Tianshou, best greedy"]
+EVERYTHING = [*FIGURES, "minutes", "commit", "CleanRL, training", "Tianshou, best greedy"]
 SOLVED = ["solved after (seeds)", "by CleanRL after (seeds)"]
 SHORT = ["steps", "seeds", "training", "greedy", "CleanRL, training", *SOLVED]
+LESS_TELLING = {"Acrobot-v1", "InvertedPendulum-v5", "Reacher-v5"}  # only in benchmark/README.md
 PEERS = ["CleanRL", "LeanRL", "Stable-Baselines3"]
 
 
@@ -68,12 +69,6 @@ def mean_and_spread(x: pd.Series) -> str:
     digits = 2 if x.abs().max() < 2 else 1
     spread = f" ± {x.std():.{digits}f}" if len(x) > 1 else ""
     return f"{x.mean():.{digits}f}{spread}" if len(x) else ""
-
-
-def best(rows: pd.DataFrame) -> pd.Series:
-    """The seeds' evaluations at the time whose mean is highest, as Tianshou has it."""
-    times = rows.evaluations.astype(str).str.split(expand=True).astype(float)
-    return times[times.mean().idxmax()]
 
 
 def published(who: str, run: Run) -> str:
@@ -100,7 +95,7 @@ def seconds(env_id: str, who: str) -> str:
     return f"{found} ({len(rows)})" if len(rows) else ""
 
 
-def results(names: list[str], *columns: str) -> str:
+def results(names: list[str], *columns: str, without: Collection[str] = ()) -> str:
     """The table of lists of runs.toml, with these columns beside the environment."""
     cells: dict[str, Callable[[Run, pd.DataFrame], str]] = {
         "command": lambda run, rows: f"`{label(run.script, run.flags)}`",
@@ -109,7 +104,6 @@ def results(names: list[str], *columns: str) -> str:
         "training": lambda run, rows: mean_and_spread(rows.score),
         "lowest .. highest": lambda run, rows: f"{rows.score.min():.1f} .. {rows.score.max():.1f}",
         "greedy": lambda run, rows: mean_and_spread(rows.greedy),
-        "best": lambda run, rows: mean_and_spread(best(rows)) if "interval" in run.flags else "",
         "minutes": lambda run, rows: f"{rows.wall_clock_s.median() / 60:.1f}",
         "commit": lambda run, rows: ", ".join(rows.commit.str[:7].unique()),
         "CleanRL, training": lambda run, rows: published("CleanRL", run),
@@ -121,7 +115,7 @@ def results(names: list[str], *columns: str) -> str:
     }
     lines = []
     for run, seeds in runs_of(*names).items():
-        if len(rows := rows_of(run, seeds)):
+        if len(rows := rows_of(run, seeds)) and run.env_id not in without:
             line = {"environment": run.env_id}
             lines.append(line | {x: cells[x](run, rows) for x in columns})
     return table(lines)
@@ -193,6 +187,17 @@ def tensors() -> str:
     return table(lines)
 
 
+def breakout() -> str:
+    """Breakout's first steps: the mean training return in each 50,000 of them."""
+    frame = load("breakout_start.csv")
+    parts = frame.groupby(["who", (frame.step - 1) // 50_000])["return"].mean().unstack()
+    lines = []
+    for who, row in parts.iterrows():
+        cells = {f"to {(x + 1) * 50:g}k": f"{y:.1f}" for x, y in row.items() if not np.isnan(y)}
+        lines.append({"": who} | cells)
+    return table(lines)
+
+
 def sources() -> str:
     """Speed, and memory, by the number of environments, for each of their sources."""
     frame, lines = load("speed.csv"), {}
@@ -225,8 +230,8 @@ def searches() -> str:
 
 
 TABLES = {
-    "main-short": lambda: results(["classic", "main"], *SHORT),
-    "main": lambda: results(["classic", "main", "atari-hour"], *EVERYTHING),
+    "main-short": lambda: results(["classic", "main"], *SHORT, without=LESS_TELLING),
+    "main": lambda: results(["classic", "main", "pong"], *EVERYTHING),
     "ablation": lambda: ablation("ablation"),
     "held-out": lambda: results(["held-out"], *EVERYTHING[:-1]),
     "sparse": lambda: results(["sparse"], *FIGURES, "minutes", "commit"),
@@ -237,6 +242,7 @@ TABLES = {
     "speed": speeds,
     "solved": solved,
     "tensors": tensors,
+    "breakout": breakout,
     "sources": sources,
     "gpu": gpu,
     "tuned": lambda: results(["tuned"], *FIGURES, "commit"),
