@@ -1,9 +1,9 @@
-"""Draw the figures of the READMEs from benchmark/results.
+"""Draw the figure of the READMEs from benchmark/results, and print what all MuJoCo tasks say.
 
     python benchmark/plot.py
 
 curves.png has the mean return of the training episodes, over the seeds, with a bootstrap interval
-of 95%; intervals.png the interquartile mean over the MuJoCo tasks, with a stratified bootstrap
+of 95%. Printed is the interquartile mean over the MuJoCo tasks, with a stratified bootstrap
 interval (rliable; Agarwal et al. 2021, arXiv:2108.13264).
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Collection
 import matplotlib.pyplot as plt
 import numpy as np
 from report import PUBLISHED, rows_of
-from rliable import library, metrics, plot_utils
+from rliable import library, metrics
 from run import RESULTS, Run, runs_of
 
 RESAMPLES = 2000
@@ -78,7 +78,7 @@ def draw_curves() -> None:
     figure.savefig(RESULTS / "curves.png", dpi=110)
 
 
-def draw_intervals() -> None:
+def print_intervals() -> None:
     """Median, interquartile mean and mean of what greedy policies reach, on the seeds of all tasks.
 
     0 is the mean return of the first episodes in training, 1 is Tianshou's figure.
@@ -103,18 +103,8 @@ def draw_intervals() -> None:
     )
     for kind, point, low, high in zip(kinds, points[name], *intervals[name], strict=True):
         print(f"{kind}: {point:.2f} [{low:.2f}, {high:.2f}], {name}")
-    figure, _ = plot_utils.plot_interval_estimates(
-        points,
-        intervals,
-        metric_names=list(kinds),
-        algorithms=list(scores),
-        colors={name: "tab:blue"},
-        xlabel="greedy return, in units of Tianshou's",
-        xlabel_y_coordinate=-0.75,
-    )
-    figure.savefig(RESULTS / "intervals.png", dpi=80, bbox_inches="tight")
 
 
 if __name__ == "__main__":
     draw_curves()
-    draw_intervals()
+    print_intervals()
