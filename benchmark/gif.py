@@ -6,7 +6,7 @@
     python benchmark/gif.py runs/NAME/videos-*/*.mp4 benchmark/results/cheetah.gif --seconds 3
 
 lander.gif: `ppo.py --env-id LunarLander-v3 --total-timesteps 500000 --compile --seed 2`, 6 seconds;
-humanoid.gif: `ppo_continuous.py --env-id Humanoid-v5 --compile --seed 35`, 3 seconds.
+humanoid.gif: `ppo_continuous.py --env-id Humanoid-v5 --compile --eval-interval 244 --seed 35`, 3.
 """
 
 from dataclasses import dataclass

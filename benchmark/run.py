@@ -161,11 +161,13 @@ def record(row: dict, returns: list[ScalarEvent], origin: dict[str, str]) -> Non
 
 def train_peer(run: Run, seed: int, root: Path) -> None:
     """Run CleanRL's script from the start, and record its training."""
-    repository, origin = root.resolve() / "repo", provenance()
+    repository = root.resolve() / "repo"
     flags = f"--env-id {run.env_id} --seed {seed} {run.flags}".strip()
     words = [repository.parent / "venv/bin/python", repository / run.script, *flags.split()]
-    version_command = ["git", "-C", repository, "rev-parse", "--short=10", "HEAD"]
-    commit = subprocess.run(version_command, capture_output=True, text=True, check=True).stdout
+    ask = "from importlib.metadata import version as v; print(v('torch'), v('gymnasium'))"
+    questions = [words[0], "-c", ask], ["git", "-C", repository, "rev-parse", "--short=10", "HEAD"]
+    versions, commit = (subprocess.check_output(x, text=True).strip() for x in questions)
+    origin = provenance() | dict(zip(("torch", "gymnasium"), versions.split(), strict=True))
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run([*words, "--no-cuda"], cwd=folder, capture_output=True, text=True)
         if done.returncode:
@@ -179,7 +181,7 @@ def train_peer(run: Run, seed: int, root: Path) -> None:
     row["wall_clock_s"] = round(speeds[-1].wall_time - events.FirstEventTimestamp(), 1)
     row["command"] = f"python {run.script} {flags} --no-cuda"
     print(f"{row['command']}: {row['score']}", flush=True)
-    record(row, returns, origin | {"commit": f"CleanRL {commit.strip()}", "gymnasium": "0.29.1"})
+    record(row, returns, origin | {"commit": f"CleanRL {commit}"})
 
 
 def train(run: Run, seed: int) -> None:
