@@ -93,7 +93,7 @@ def test_resumed(name: str, flags: dict) -> None:
 
 def test_steered() -> None:
     """A run that its report ended is evaluated, goes on with other flags, and is never mixed up."""
-    flags = {"learning_rate": 1e-3, "total_timesteps": 4096, "eval_episodes": 1}
+    flags = {"learning_rate": np.float64(1e-3), "total_timesteps": 4096, "eval_episodes": 1}
     run = trained("ppo", lambda step, score: step == 2048, **flags)
     before = content(run)
     with pytest.raises(ppo.UsageError, match="nothing to train after global_step=2048"):

@@ -337,7 +337,7 @@ def set_up_torch(args: Args) -> None:
 
 def load_checkpoint(folder: str | Path) -> dict:
     """The checkpoint of the run in this folder. Raises `UsageError` if there is none."""
-    path = Path(folder, "checkpoint.pt")
+    path = Path(f"{folder}/checkpoint.pt")
     if not path.is_file():
         raise UsageError(f"there is no {path} (the first comes after --checkpoint-interval)")
     return torch.load(path, "cpu")
@@ -345,13 +345,13 @@ def load_checkpoint(folder: str | Path) -> dict:
 
 def evaluate(args: Args, folder: str | Path) -> float:
     """Play episodes with the run's checkpoint; return their mean raw return, nan if none ends."""
-    videos = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S}") if args.capture_video else None
+    videos = Path(f"{folder}/videos-{datetime.now():%Y%m%d-%H%M%S}") if args.capture_video else None
     envs = make_envs(args, 1, videos)
     agent = Agent(envs, args.bf16, args.hidden_size).to(args.device).eval()
     agent.load_state_dict(load_checkpoint(folder)["agent"])
     rng = None if args.eval_greedy else np.random.default_rng(args.seed)
     returns = []
-    obs, _ = envs.reset(seed=args.seed + 10**9)  # other episodes than the training's
+    obs, _ = envs.reset(seed=args.seed + 1_000_000_000)  # other episodes than the training's
     states = np.zeros((1, 2 * args.hidden_size), np.float32)
     for _ in range(30_000 * args.eval_episodes):  # some episodes never end
         actions, states = agent.act(obs, states, rng)
@@ -359,7 +359,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
         if "episode_stats" in infos:
             ended = infos["_episode_stats"]
             states[ended] = 0
-            returns.extend(infos["episode_stats"]["r"][ended].tolist())
+            returns.extend(infos["episode_stats"]["r"][ended])
         if len(returns) >= args.eval_episodes:
             break
     else:
@@ -387,7 +387,7 @@ def train(args: Args, report: Callable | None = None) -> float:
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path("runs", run_name.replace("/", "-").replace(":", "-"))
-    config = asdict(replace(args, resume=None))
+    config = json.loads(json.dumps(asdict(replace(args, resume=None))))  # numpy.float64 to float
     global_step = 0
     last_returns = []  # of the last 100 episodes
     if args.resume is not None:

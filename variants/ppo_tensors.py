@@ -272,7 +272,7 @@ def set_up_torch(args: Args) -> None:
 
 def load_checkpoint(folder: str | Path) -> dict:
     """The checkpoint of the run in this folder. Raises `UsageError` if there is none."""
-    path = Path(folder, "checkpoint.pt")
+    path = Path(f"{folder}/checkpoint.pt")
     if not path.is_file():
         raise UsageError(f"there is no {path} (the first comes after --checkpoint-interval)")
     return torch.load(path, "cpu")
@@ -287,7 +287,7 @@ def evaluate(args: Args, folder: str | Path) -> float:
     rng = None if args.eval_greedy else torch.Generator(args.device).manual_seed(args.seed)
     returns = torch.zeros(args.eval_episodes, device=args.device)
     is_first = torch.ones_like(returns, dtype=torch.bool)  # is it still an instance's first one?
-    obs = envs.reset(args.seed + 10**9)  # other episodes than the training's
+    obs = envs.reset(args.seed + 1_000_000_000)  # other episodes than the training's
     for _ in range(30_000):  # some episodes never end
         actions = agent.act(obs, rng).clamp(-1, 1)
         obs, rewards, terminations, truncations, _ = envs.step(actions)
@@ -322,7 +322,7 @@ def train(args: Args, report: Callable | None = None) -> float:
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path("runs", run_name.replace("/", "-").replace(":", "-"))
-    config = asdict(replace(args, resume=None))
+    config = json.loads(json.dumps(asdict(replace(args, resume=None))))  # numpy.float64 to float
     global_step = 0
     mean_return = np.nan  # of the episodes that ended last
     if args.resume is not None:
