@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import matplotlib.pyplot as plt
 import numpy as np
-from report import PUBLISHED, rows_of
+from report import PUBLISHED, rows_of, task
 from rliable import library, metrics
 from run import RESULTS, Run, runs_of
 
@@ -36,11 +36,6 @@ def mean_of(name: str, returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         reps=RESAMPLES,
     )
     return mean[name], interval[name]
-
-
-def task(run: Run) -> str:
-    """The name of an environment without its version, which CleanRL has others of."""
-    return run.env_id.rsplit("-v", 1)[0]
 
 
 def draw_curves() -> None:

@@ -47,7 +47,8 @@ PUBLISHED = {
 FIGURES = ["command", "steps", "seeds", "training", "lowest .. highest", "greedy"]
 EVERYTHING = [*FIGURES, "minutes", "commit", "CleanRL, training", "Tianshou, best greedy"]
 SOLVED = ["solved after (seeds)", "by CleanRL after (seeds)"]
-SHORT = ["steps", "seeds", "training", "greedy", "CleanRL, training", *SOLVED]
+PEER = "CleanRL's script (seeds)"
+SHORT = ["steps", "seeds", "training", "greedy", PEER, *SOLVED]
 LESS_TELLING = {"InvertedPendulum-v5", "Reacher-v5"}  # only in benchmark/README.md
 PEERS = ["CleanRL", "LeanRL", "Stable-Baselines3"]
 
@@ -75,6 +76,20 @@ def published(who: str, run: Run) -> str:
     """What others report of an environment."""
     figures = PUBLISHED[who].get(run.env_id)
     return "{} ± {}".format(*figures) if figures else ""
+
+
+def task(run: Run) -> str:
+    """The name of an environment without its version, which CleanRL has others of."""
+    return run.env_id.rsplit("-v", 1)[0]
+
+
+def peer(run: Run) -> str:
+    """What CleanRL's own script reached on a task in training, after as many steps."""
+    for other, seeds in runs_of("cleanrl").items():
+        rows = rows_of(other, seeds)
+        if task(other) == task(run) and len(rows):
+            return f"{mean_and_spread(rows.score)} ({len(rows)})"
+    return ""
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -107,6 +122,7 @@ def results(names: list[str], *columns: str, without: Collection[str] = ()) -> s
         "minutes": lambda run, rows: f"{rows.wall_clock_s.median() / 60:.1f}",
         "commit": lambda run, rows: ", ".join(rows.commit.str[:7].unique()),
         "CleanRL, training": lambda run, rows: published("CleanRL", run),
+        PEER: lambda run, rows: peer(run),
         "Tianshou, best greedy": lambda run, rows: published("Tianshou", run),
         SOLVED[0]: lambda run, rows: seconds(
             run.env_id, "ours, compiled" if "--compile" in run.flags else "ours"
