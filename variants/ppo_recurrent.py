@@ -149,7 +149,7 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         raise UsageError(f"{args.env_id} doesn't reset in the same step: see docs/environments.md")
     space = envs.single_action_space
-    if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
+    if not isinstance(space, gym.spaces.Discrete) or space.start:
         raise UsageError(
             f"{args.env_id} has actions {space}, not Discrete from 0 on: "
             "see recipes/multi_discrete.diff, or ppo_continuous.py for a Box of real numbers"
@@ -330,7 +330,7 @@ def set_up_torch(args: Args) -> None:
 
 def load_checkpoint(folder: str | Path) -> dict:
     """The checkpoint of the run in this folder. Raises `UsageError` if there is none."""
-    path = Path(f"{folder}/checkpoint.pt")
+    path = Path(folder, "checkpoint.pt")
     if not path.is_file():
         raise UsageError(f"there is no {path} (the first comes after --checkpoint-interval)")
     return torch.load(path, "cpu")

@@ -272,7 +272,7 @@ def set_up_torch(args: Args) -> None:
 
 def load_checkpoint(folder: str | Path) -> dict:
     """The checkpoint of the run in this folder. Raises `UsageError` if there is none."""
-    path = Path(f"{folder}/checkpoint.pt")
+    path = Path(folder, "checkpoint.pt")
     if not path.is_file():
         raise UsageError(f"there is no {path} (the first comes after --checkpoint-interval)")
     return torch.load(path, "cpu")
