@@ -294,7 +294,7 @@ def load_checkpoint(folder: str | Path) -> dict:
 
 def evaluate(args: Args, folder: str | Path) -> float:
     """Play episodes with the run's checkpoint; return their mean raw return, nan if none ends."""
-    videos = Path(f"{folder}/videos-{datetime.now():%Y%m%d-%H%M%S}") if args.capture_video else None
+    videos = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S}") if args.capture_video else None
     envs = make_envs(args, 1, videos)
     agent = Agent(envs, args.bf16).to(args.device).eval()
     agent.load_state_dict(load_checkpoint(folder)["agent"])

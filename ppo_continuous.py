@@ -333,7 +333,7 @@ def load_checkpoint(folder: str | Path) -> dict:
 
 def evaluate(args: Args, folder: str | Path) -> float:
     """Play episodes with the run's checkpoint; return their mean raw return, nan if none ends."""
-    videos = Path(f"{folder}/videos-{datetime.now():%Y%m%d-%H%M%S}") if args.capture_video else None
+    videos = Path(folder, f"videos-{datetime.now():%Y%m%d-%H%M%S}") if args.capture_video else None
     envs = make_envs(args, 1, videos)
     agent = Agent(envs, args.log_std_init).to(args.device).eval()
     agent.load_state_dict(load_checkpoint(folder)["agent"])
@@ -435,7 +435,7 @@ def train(args: Args, report: Callable | None = None) -> float:
                 episode_lengths.extend(infos["episode_stats"]["l"][ended].tolist())
         not_done = 1.0 - (terminations | truncations)
         global_step += batch_size
-        for name, x in (("observations", [obs, real_next_obs]), ("rewards", rewards)):
+        for name, x in ("observations", [obs, real_next_obs]), ("rewards", rewards):
             if not np.abs(x).max() < 1e15:  # false for nan; squares must not overflow
                 raise FloatingPointError(f"nan, infinite or huge {name} before {global_step=}")
 
